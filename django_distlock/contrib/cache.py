@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from asgiref.sync import iscoroutinefunction
@@ -15,7 +16,7 @@ from django_distlock.ground.naming import warn
 from django_distlock.lock import Lock
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
     from datetime import timedelta
 
     from django_distlock.engine.lease import Lease
@@ -44,22 +45,23 @@ def get_or_compute(
     *compute* is called without arguments, under the lock; what it raises comes out, and nothing is stored.
 
     *if_down*: while the lock server fails, "old" returns the old value, and raises LockBackendError if there is
-    none; "compute" has each caller compute. *key* must be used by this function alone; ``cache.delete(key)`` has the next caller compute.
+    none; "compute" has each caller compute. *key* is for this function alone: what others store there counts as missing; ``cache.delete(key)`` has the next caller compute.
     """
     if iscoroutinefunction(compute):
         raise TypeError("get_or_compute() calls a function; write await aget_or_compute(...).")
     entry = _Entry(key, timeout, stale, cache, using, wait, if_down)
-    copy: tuple[_T, float] | None = entry.cache.get(key)
+    copy: tuple[_T, float] | None = _known(entry.cache.get(key))
     if fresh := _fresh(copy):
         return fresh[0]
-    stack, lease = ExitStack(), None
+    lock, lease = entry.lock(copy), None
     try:
-        lease = stack.enter_context(entry.lock(copy))
+        lease = lock.take(lock.terms.timeout)
     except (LockNotAcquired, LockBackendError) as problem:
+        copy = copy or _known(entry.cache.get(key))  # stored meanwhile
         if old := entry.instead(copy, problem):
             return old[0]
     try:
-        latest: tuple[_T, float] | None = entry.cache.get(key)
+        latest: tuple[_T, float] | None = _known(entry.cache.get(key))
         if fresh := _fresh(latest):  # somebody has just computed it
             return fresh[0]
         value = compute()
@@ -67,10 +69,9 @@ def get_or_compute(
             entry.cache.set(key, *entry.to_store(value))
         return value
     finally:
-        try:
-            stack.close()
-        except LockError as problem:
-            _note(lease, problem)
+        if lease is not None:
+            with _noted(lease):
+                lease.release_now()  # the value is in the cache, whatever transaction is open
 
 
 async def aget_or_compute(
@@ -86,17 +87,18 @@ async def aget_or_compute(
 ) -> _T:
     """Do what get_or_compute() does; *compute* is a coroutine function without arguments."""
     entry = _Entry(key, timeout, stale, cache, using, wait, if_down)
-    copy: tuple[_T, float] | None = await entry.cache.aget(key)
+    copy: tuple[_T, float] | None = _known(await entry.cache.aget(key))
     if fresh := _fresh(copy):
         return fresh[0]
-    stack, lease = AsyncExitStack(), None
+    lock, lease = entry.lock(copy), None
     try:
-        lease = await stack.enter_async_context(entry.lock(copy))
+        lease = await lock.atake(lock.terms.timeout)
     except (LockNotAcquired, LockBackendError) as problem:
+        copy = copy or _known(await entry.cache.aget(key))
         if old := entry.instead(copy, problem):
             return old[0]
     try:
-        latest: tuple[_T, float] | None = await entry.cache.aget(key)
+        latest: tuple[_T, float] | None = _known(await entry.cache.aget(key))
         if fresh := _fresh(latest):
             return fresh[0]
         value = await compute()
@@ -104,10 +106,9 @@ async def aget_or_compute(
             await entry.cache.aset(key, *entry.to_store(value))
         return value
     finally:
-        try:
-            await stack.aclose()
-        except LockError as problem:
-            _note(lease, problem)
+        if lease is not None:
+            with _noted(lease):
+                await lease.arelease()
 
 
 class _Entry:
@@ -129,7 +130,7 @@ class _Entry:
             raise ValueError(f'if_down must be "old" or "compute", not {if_down!r}.')
         self._computes_if_down = if_down == "compute"
         # With the prefix and version of the cache: the key of another tenant is another one.
-        self._name = f"cache:{self.cache.make_key(key)}"
+        self._name = f"cache:{cache}:{self.cache.make_key(key)}"
         self._terms: dict[str, Any] = {"using": using, "reentrant": False}
         if wait != -1:
             self._terms["timeout"] = wait
@@ -148,7 +149,16 @@ class _Entry:
 
     def to_store(self, value: object) -> tuple[tuple[object, float], float]:
         """Return what to store for *value*, and for how many seconds."""
-        return (value, time.time() + self._timeout), self._timeout + self._stale
+        # Some caches cut fractions of a second.
+        return (value, time.time() + self._timeout), math.ceil(self._timeout + self._stale)
+
+
+def _known(stored: object) -> tuple[Any, float] | None:
+    """Return what to_store() made; None if *stored* is anything else, such as a value of ``cache.set()``."""
+    match stored:
+        case (value, float() as until):  # some serializers make a list of it
+            return value, until
+    return None
 
 
 def _fresh(copy: _Copy | None) -> _Copy | None:
@@ -156,7 +166,10 @@ def _fresh(copy: _Copy | None) -> _Copy | None:
     return copy if copy is not None and time.time() < copy[1] else None
 
 
-def _note(lease: Lease | None, problem: LockError) -> None:
+@contextmanager
+def _noted(lease: Lease) -> Iterator[None]:
     """Log that *lease* was lost or could not be released: the value was computed all the same."""
-    if lease is not None:
+    try:
+        yield
+    except LockError as problem:
         warn("Leaving lock %s: %s", lease.name, problem, of=lease, token=lease.fencing_token)

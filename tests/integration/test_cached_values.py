@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.core.cache import caches
+from django.db import transaction
 
 from django_distlock import (
     LockBackendError,
     LockNotAcquired,
     force_release,
     lock,
+    locks,
 )
 from django_distlock.contrib.cache import aget_or_compute, get_or_compute
-from tests.contract.crew import elsewhere, held_in_thread, start
+from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Spawn
 
@@ -67,7 +69,7 @@ def put_old(key: str) -> None:
 
 
 def name_of(key: str) -> str:
-    return f"cache:{caches[CACHE].make_key(key)}"
+    return f"cache:{CACHE}:{caches[CACHE].make_key(key)}"
 
 
 def fails() -> str:
@@ -143,6 +145,50 @@ def test_what_others_have_stored_meanwhile_is_not_computed(get: Get, key: str) -
         caches[CACHE].set(key, ("of another", 1e12), 60)
 
     assert waiter.result(20) == "of another"
+
+
+def test_what_is_stored_when_the_wait_is_over_is_taken(get: Get, key: str) -> None:
+    with held_in_thread(lock(name_of(key), using=USING)):
+        waiter = start(lambda: get(unwanted, wait=2))
+        eventually(lambda: waiting_for(locks[USING], name_of(key)))
+        caches[CACHE].set(key, ("of another", 1e12), 60)
+        assert waiter.result(20) == "of another"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_inside_a_transaction_the_lock_is_free_as_soon_as_the_value_is_stored(
+    key: str, settings: Settings
+) -> None:
+    strict = {**settings.DISTLOCK[USING], "STRICT": True}
+    settings.DISTLOCK = {**settings.DISTLOCK, USING: strict}
+    with transaction.atomic():
+        words: dict[str, Any] = {"timeout": 60, "stale": 60, "cache": CACHE, "using": USING}
+        assert get_or_compute(key, lambda: "new", **words) == "new"
+        assert not lock(name_of(key), using=USING).locked()
+
+
+@pytest.mark.parametrize("stored", [7, "ab", {"a": 1, "b": 2}, (1, 2), (1, 2.0, 3), None])
+def test_what_others_have_stored_counts_as_missing(get: Get, key: str, stored: object) -> None:
+    caches[CACHE].set(key, stored, 60)
+
+    assert get() == get(unwanted) == "new"
+
+
+def test_a_value_of_another_cache_may_be_computed_from_that_of_the_same_key(key: str) -> None:
+    words: dict[str, Any] = {"timeout": 60, "stale": 60, "using": USING, "wait": 0}
+
+    def of_far() -> str:
+        return get_or_compute(key, lambda: "far", cache=CACHE, **words)
+
+    assert caches["default"].make_key(key) == caches[CACHE].make_key(key)
+    assert get_or_compute(key, of_far, cache="default", **words) == "far"
+
+
+def test_less_than_a_second_is_stored_for_a_second(get: Get, key: str) -> None:
+    get(timeout=0.3, stale=0.2)
+
+    cached: Any = caches[CACHE]
+    assert cached.ttl(key) == 1
 
 
 def test_an_error_comes_out_and_the_next_caller_computes(get: Get, key: str) -> None:
