@@ -90,7 +90,8 @@ def unique_task(
     *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
     then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
     """
-    seconds = checked_lease(name, lease, options)
+    words = {"lease": lease, "using": using, "until": until, "again": again, **options}
+    seconds = checked_lease(name, words)
     named = None if is_decorated(name) else name
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -11,7 +11,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import unquote
 from uuid import UUID
 
@@ -20,7 +20,7 @@ from django.core.signing import BadSignature
 from django.db.models import Model
 from django.utils.asyncio import async_unsafe
 
-from django_distlock.conf import checked_ttl, flag
+from django_distlock.conf import DEFAULT_ALIAS, checked_ttl, flag
 from django_distlock.engine.handover import name_in
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.leftovers import until_done
@@ -64,6 +64,8 @@ SALT = "django_distlock.task"
 LEASE = 3600.0
 #: Characters of a name with all arguments before it is cut, and ends with its digest.
 LONGEST_CALL = 200
+#: The words of a bare @unique_task.
+_DEFAULTS = {"lease": LEASE, "using": DEFAULT_ALIAS, "until": "end", "again": False}
 #: What to write instead of arguments of lock(), which the decorator of a task would drop or refuse.
 _AT_A_TIME = "put @distributed_lock below the decorator of the task"
 _INSTEAD = {
@@ -79,18 +81,28 @@ _INSTEAD = {
 }
 
 
-def checked_lease(name: object, lease: float | timedelta, options: dict[str, Any]) -> float:
-    """Return *lease* in seconds; TypeError or ValueError if unique_task() cannot use it, *name* or *options*."""
-    for word in options:
+def checked_lease(name: object, words: dict[str, Any]) -> float:
+    """Return the *lease* in *words* in seconds; TypeError or ValueError if unique_task() cannot use them, or *name*."""
+    for word in words:
         if word in _INSTEAD:
             raise TypeError(f"unique_task() has no {word!r}; {_INSTEAD[word]}.")
     if not (name is None or isinstance(name, str) or callable(name)):
         msg = f'The name must be text, such as "import:{{shop_id}}", or a lambda, not {name!r}.'
         raise TypeError(msg)
-    return checked_ttl(lease, "lease")
+    task_name = words.get("name")
+    if callable(task_name) or "{" in (task_name or ""):
+        msg = "name= is the name of the task; write the lock's name first, without name=."
+        raise TypeError(msg)
+    if is_decorated(name) and words != _DEFAULTS:
+        title = title_of(name)
+        raise TypeError(
+            f"For a name by {title}(), write unique_task(lambda ...: {title}(...), ...); "
+            f"to make a task of it, write @unique_task(...) above {title}()."
+        )
+    return checked_ttl(words["lease"], "lease")
 
 
-def is_decorated(name: object) -> bool:
+def is_decorated(name: object) -> TypeGuard[Callable[..., Any]]:
     """Return whether *name*, which stands first in unique_task(), is the function itself: there is no name."""
     return callable(name) and getattr(name, "__name__", "") != "<lambda>"
 

@@ -86,7 +86,8 @@ def unique_task(
     then, too, but the next body waits, in its worker, until this one has ended: what is enqueued meanwhile
     runs after it, once.
     """
-    seconds = checked_lease(name, lease, options)
+    words = {"lease": lease, "using": using, "until": until, "again": again, **options}
+    seconds = checked_lease(name, words)
     named = None if is_decorated(name) else name
 
     def decorate(function: Callable[..., Any]) -> UniqueTask:

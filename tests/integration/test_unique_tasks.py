@@ -783,7 +783,8 @@ def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> Non
 
 
 def test_wrong_terms_are_refused() -> None:
-    def task(shop_id: int) -> None: ...
+    def task(shop_id: int) -> str:
+        return f"import:{shop_id}"
 
     with pytest.raises(ValueError, match="field 'shop'"):
         unique_task("import:{shop}")(task)
@@ -793,6 +794,12 @@ def test_wrong_terms_are_refused() -> None:
         unique_task("import:{shop_id}", lease=0)
     with pytest.raises(ValueError, match="field 'self'"):
         unique_task("import:{self}", bind=True)(lambda self: None)
+    with pytest.raises(TypeError, match="write the lock's name first, without name="):
+        unique_task(name="import:{shop_id}")
+    with pytest.raises(TypeError, match="write the lock's name first, without name="):
+        unique_task(name=lambda shop_id: f"import:{shop_id}")
+    with pytest.raises(TypeError, match=r"write @unique_task\(\.\.\.\) above"):
+        unique_task(task, lease=60)
 
 
 @pytest.mark.parametrize(

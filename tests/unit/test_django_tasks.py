@@ -448,6 +448,17 @@ def test_what_unique_task_cannot_use_is_refused() -> None:
         once.enqueue()
     with pytest.raises(TypeError, match="has no 'ttl'; use lease"):
         unique_task("x", ttl=60)
+    with pytest.raises(TypeError, match="write the lock's name first, without name="):
+        unique_task(name="import:{number}")
+
+
+@pytest.mark.parametrize("words", [{"lease": 60}, {"again": True}, {"queue_name": "slow"}])
+def test_a_function_and_words_are_neither_a_name_nor_a_task(words: dict[str, Any]) -> None:
+    def named(number: int) -> str:
+        return str(number)
+
+    with pytest.raises(TypeError, match=r"write unique_task\(lambda \.\.\.: .*named\(\.\.\.\), "):
+        unique_task(named, **words)
 
 
 def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:
