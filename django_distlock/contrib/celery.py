@@ -28,7 +28,7 @@ from .once import (
     HEADER,
     LEASE,
     Once,
-    check_is_of,
+    adopt,
     checked_lease,
     checked_task,
     free,
@@ -162,7 +162,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                 return super().__call__(*args, **kwargs)
         request.distlock_name = lock.name
         arrived = request.distlock_lease = self._arrive(lock, text)
-        check_is_of(arrived, lock)
+        adopt(arrived, lock)
         lease = arrived if body is lock else self._begin(arrived, body)
         request.distlock_lease = lease
         try:

@@ -137,10 +137,14 @@ class Once:
         # The sender of the task passes no first argument.
         called = MethodType(function, object()) if is_bound else function
         self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
+        #: What stands for all its locks in metrics; "" if it is not known.
+        self.template = ""
         if name is None:
             self._name_for = partial(_name_of_call, self.title, signature_of(called))
+            self.template = f"{self.title}(...)"
         elif isinstance(name, str):
-            self._name_for = NameTemplate(name, called).name_for
+            template = NameTemplate(name, called)
+            self._name_for, self.template = template.name_for, template.text
         else:
             self._name_for = lambda args, kwargs: name(*args, **kwargs)
         declared.add(self)
@@ -162,19 +166,21 @@ class Once:
         self.check_against(backend)
         # While the task runs, its lease is renewed.
         ttl = min(backend.ttl, self.lease)
-        return {"using": self.using, "ttl": ttl, "purpose": purpose}
+        return {"using": self.using, "ttl": ttl, "purpose": purpose, "template": self.template}
 
     def body_lock(self, lock: Lock) -> Lock | None:
         """Return what is held while the body runs, when the name, that of *lock*, may be free; None for nothing."""
         if not self.frees_at_start:
             return lock
-        return (
-            replace(lock.terms, timeout=None).lock(f"{lock.name}:running") if self.again else None
-        )
+        if not self.again:
+            return None
+        template = self.template and f"{self.template}:running"
+        terms = replace(lock.terms, timeout=None, template=template)
+        return terms.lock(f"{lock.name}:running")
 
     def beside(self, held: Lease, lock: Lock) -> Lock | nullcontext[None]:
         """Return what the body enters beside *held*, by ``with`` or ``async with``; ValueError if *held* is not of *lock*."""
-        check_is_of(held, lock)
+        adopt(held, lock)
         body = self.body_lock(lock)
         return nullcontext() if body is None or body is lock else body
 
@@ -299,11 +305,12 @@ def unless_ended(lock: Lock, text: str) -> Iterator[None]:
         )
 
 
-def check_is_of(lease: Lease, lock: Lock) -> None:
-    """Raise ValueError if a task that needs *lock* was handed the lease of another one."""
+def adopt(lease: Lease, lock: Lock) -> None:
+    """Count *lease*, which a task got, among those of *lock*; ValueError if it is the lease of another one."""
     if lease.name != lock.name:
         task = lock.terms.purpose
         raise ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")
+    lease.template = lock.terms.template  # a message does not bring it
 
 
 def checked_task(name: str, task_id: str) -> str:

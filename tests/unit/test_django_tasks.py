@@ -24,6 +24,7 @@ from django_distlock import (
     locks,
     skip,
 )
+from django_distlock.signals import lock_acquired, lock_detached, lock_released
 from tests.contract.crew import held_in_thread, start
 from tests.fixtures.eventually import eventually, never
 
@@ -459,6 +460,30 @@ def test_a_function_and_words_are_neither_a_name_nor_a_task(words: dict[str, Any
 
     with pytest.raises(TypeError, match=r"write unique_task\(lambda \.\.\.: .*named\(\.\.\.\), "):
         unique_task(named, **words)
+
+
+@pytest.mark.parametrize(
+    ("task", "templates"),
+    [
+        (by_all_arguments, {f"{__name__}.by_all_arguments(...)"}),
+        (once, {"once:{number}"}),
+        (once_more, {"once:{number}", "once:{number}:running"}),
+    ],
+)
+def test_metrics_tell_its_locks_by_the_template(task: Any, templates: set[str]) -> None:
+    told = set()
+
+    def note(template: str, **_: object) -> None:
+        told.add(template)
+
+    signals = [lock_acquired, lock_detached, lock_released]
+    for signal in signals:
+        signal.connect(note)
+    task.enqueue(7)
+    for signal in signals:
+        assert signal.disconnect(note)
+
+    assert told == templates
 
 
 def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:
