@@ -211,9 +211,9 @@ def survey(aliases: Iterable[str], free: str | None = None) -> tuple[list[Row], 
 
     A late listing is kept for the next call, which shows it with its age. *free*: as in Listing.
     """
-    for known, late in _late.copy().items():
+    for seen, late in _late.copy().items():
         if late.is_read.is_set() and late.age > max(KEPT, late.took):
-            _late.pop(known, None)
+            _late.pop(seen, None)
     listings = [_listing(alias, free) for alias in aliases]
     _wait(listing for listing in listings if listing.before is None)
     shown, problems = [], {}
