@@ -951,17 +951,22 @@ def test_a_token_is_higher_than_the_last_though_that_came_from_a_clock_far_ahead
     assert (second.token or 0) > ahead + 1
 
 
-def test_who_asks_again_gets_the_token_that_was_written(
+def test_who_asks_again_never_gets_a_lower_token(
     servers: list[Redis], make: Make, name: str
 ) -> None:
+    """A server that was late the first time may raise it: its counter is ahead."""
     backend = make(fencing=True, **PATIENT)
     _warm_up(backend, f"{name}:warm")
     with servers[0].client() as client:
         client.hset(_record(name), "token", time.time_ns() // 1000 + 3_600_000_000)
-    first = backend.try_acquire(request := _request(backend, name), queued=False)
+    request = _request(backend, name)
 
     # Whoever answers first.
-    assert [backend.try_acquire(request, queued=False) for _ in range(5)] == [first] * 5
+    answers = [backend.try_acquire(request, queued=False) for _ in range(6)]
+    tokens = [answer.token or 0 for answer in answers if isinstance(answer, Grant)]
+
+    assert len(tokens) == 6
+    assert tokens == sorted(tokens)
 
 
 # What it costs.
