@@ -259,7 +259,7 @@ def look_up_names(
         try:
             keys[alias] = [locks[alias].key_of(name) for name in wanted]
         except Exception as error:  # noqa: BLE001 - of wrong settings, or of a function for the prefix
-            problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
+            problems[alias] = _problem(alias, error)
     rows, more = look_up(keys)
     return rows, problems | more
 
@@ -301,13 +301,18 @@ def _rows(
     for listing in listings:
         alias = listing.alias
         if listing.error:
-            problems[alias] = first_line(listing.error).removeprefix(f"DISTLOCK[{alias!r}]: ")
+            problems[alias] = _problem(alias, listing.error)
             continue
         for held in grouped([*listing.held]):
             known = locks[alias].location, held.owner_digest, held.key
             before = rows[known].aliases if known in rows else ()
             rows[known] = Row(held, (*before, alias))
     return [*rows.values()], problems
+
+
+def _problem(alias: str, error: Exception) -> str:
+    """Return what is told of *error* beside the *alias*, which is not named again."""
+    return first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
 
 
 def _of_late(listing: Listing) -> str:
