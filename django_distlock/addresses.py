@@ -17,10 +17,10 @@ REDIS_OPTIONS = {
     "fair", "scripting", "wait_replicas", "wait_disk", "cluster", "allow_eviction",
     "connect_timeout", "io_timeout",
 }  # fmt: skip
-#: The options of all backends that are text, also if they look like a number.
+#: The keys and options that are text, also if it looks like a number.
 TEXTS = {
-    "acl", "ca", "ca_cert", "cache", "cert", "certfile", "endpoints", "hosts", "key", "key_password", "keyfile",
-    "keyfile_password", "namespace", "password", "root", "server", "user", "using",
+    "acl", "ca", "ca_cert", "cache", "cert", "certfile", "endpoints", "hosts", "key", "key_password", "key_prefix",
+    "keyfile", "keyfile_password", "namespace", "password", "root", "server", "user", "using",
 }  # fmt: skip
 #: By other names of servers: what to write.
 _MEANT = {
@@ -55,7 +55,7 @@ class Address(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The options of the backend in the query."""
         return {
-            word: text if word in TEXTS else _value(text)
+            word: _read(word, text)
             for word, text in self.query.items()
             if word not in _TERMS
         }
@@ -87,9 +87,7 @@ def from_url(text: str) -> dict[str, Any]:
     query = {word.lower(): value for word, value in parse_qsl(known["query"] or "", True)}
     address = Address(scheme, known["login"] or "", known["hosts"], known["path"] or "", query)
     backend, make = _MAKE[scheme]
-    terms = {word.upper(): _value(query[word]) for word in _TERMS & query.keys()}
-    if "key_prefix" in query:
-        terms["KEY_PREFIX"] = query["key_prefix"]
+    terms = {word.upper(): _read(word, query[word]) for word in _TERMS & query.keys()}
     return {"BACKEND": f"django_distlock.backends.{backend}", "OPTIONS": make(address), **terms}
 
 
@@ -105,7 +103,10 @@ def _advice(scheme: str) -> str:
     return f"One begins with {begins}."
 
 
-def _value(text: str) -> Any:
+def _read(word: str, text: str) -> Any:
+    """Return the value of the key or option *word*."""
+    if word in TEXTS:
+        return text
     if _NUMBER.fullmatch(text):
         return float(text) if "." in text else int(text)
     return _WORDS.get(text.lower(), text)

@@ -176,7 +176,7 @@ def check_values(options: Any) -> None:
 def read_alias(alias: str, values: object) -> BackendSettings:
     """Return the settings of *alias*; InvalidLockBackend names the alias and the key."""
     where = f"DISTLOCK[{alias!r}]"
-    values = _written(where, values)
+    values = as_dict(alias, values)
     for key in values:
         if key not in KEYS:
             hint = f" It takes {', '.join(KEYS)}"
@@ -200,8 +200,9 @@ def read_alias(alias: str, values: object) -> BackendSettings:
         raise InvalidLockBackend(str(error)) from error
 
 
-def _written(where: str, values: object) -> dict[str, Any]:
-    """Return the keys of an alias, which may be written as a URL."""
+def as_dict(alias: str, values: object) -> dict[str, Any]:
+    """Return the keys of *alias*, which may be written as a URL; InvalidLockBackend if it is neither."""
+    where = f"DISTLOCK[{alias!r}]"
     try:
         values = from_url(values) if isinstance(values, str) else values
     except ValueError as error:

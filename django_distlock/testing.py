@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.test.utils import override_settings
 
-from .addresses import from_url
 from .backends.dummy import DummyBackend
-from .conf import DEFAULT_ALIAS, checked_limit
+from .conf import DEFAULT_ALIAS, as_dict, checked_limit
 from .engine.registry import registry
 from .engine.values import Busy, Grant, LockState
 from .exceptions import LockNotAcquired
@@ -60,7 +59,7 @@ class override_locks(override_settings):  # noqa: N801 - as Django's override_se
         aliases = {
             alias: {key: terms[key] for key in terms.keys() & _TERMS} | instead
             for alias, given in written.items()
-            for terms in [from_url(given) if isinstance(given, str) else given]
+            for terms in [as_dict(alias, given)]
         }
         super().__init__(DISTLOCK=aliases)
 

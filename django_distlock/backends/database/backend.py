@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core.checks import Error, Warning as CheckWarning
@@ -13,7 +11,6 @@ from django.db import connections
 
 from django_distlock import conf
 from django_distlock.backends.base import server_error
-from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release, batches
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
@@ -152,8 +149,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         if self._notified is not None:
             self._notified.expect(request.owner, None, bell)
             channel = self._notified.channel
-        ask = partial(self._own.ask, self.dialect.enqueue, request, channel)
-        ticket = settled(partial(self._persist, 0.0, ask), within=math.inf)
+        ticket = self._persist(0.0, self._own.ask, self.dialect.enqueue, request, channel)
         if self._notified is not None:
             self._notified.ring_for(request.owner, ticket)
 
