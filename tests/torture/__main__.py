@@ -35,6 +35,7 @@ def main() -> int:
         seed=arguments.seed,
         folder=arguments.folder,
         report=arguments.report,
+        beside=arguments.beside,
     )
 
 
@@ -47,6 +48,7 @@ def _arguments() -> argparse.Namespace:
     folder = Path(tempfile.gettempdir()) / f"torture-{os.getpid()}"
     add("--folder", type=Path, default=folder, help="where the histories go (default: %(default)s)")
     add("--report", type=Path, help="a page to write, in Markdown")
+    add("--beside", type=Path, help="a folder with another version's django_distlock, for every second worker")
     add("--again", action="store_true", help="only write the page of the run that is in the folder")
     return parser.parse_args()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from typing import TYPE_CHECKING, Any
 
 from tests.fixtures.processes import Child
+from tests.fixtures.warm import ROOT
 from tests.torture.clocks import worker_clock
 from tests.torture.rows import STORE
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 THREADS, TASKS = 2, 2
 #: One of them has a wall clock of its own, and every second one has lines that can be broken.
 WITH_CLOCK = 2
+#: These two import another version of the package, if there is one: of those with lines, and of the others.
+OF_OTHER_VERSION = 0, 3
 #: So often each lock is wanted; those that are wanted least are purged now and then.
 WISHES = {"hot": 12, "warm": 4, "readers": 4, "few": 4, "rare1": 1, "rare2": 1}
 SHARED, LIMITED, HOT = "readers", "few", ("hot", "warm", "readers", "few")
@@ -31,12 +35,21 @@ class Crew:
     """The processes that use *arena*; their histories are in *folder*."""
 
     def __init__(
-        self, arena: Arena, name: str, folder: Path, store: dict[str, Any], seed: str
+        self,
+        arena: Arena,
+        name: str,
+        folder: Path,
+        store: dict[str, Any],
+        seed: str,
+        beside: Path | None = None,
     ) -> None:
         self._arena = arena
         self._folder = folder
         self._store = store
         self._names = {wish: f"{name}-{wish}" for wish in WISHES}
+        self._other_version = (
+            {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{beside}{os.pathsep}{ROOT}"} if beside else {}
+        )
         self._seeds = random.Random(f"{seed} crew")
         self._born: dict[int, int] = {}
         self._mutex = threading.Lock()
@@ -104,7 +117,7 @@ class Crew:
     def _begin(self, number: int) -> None:
         self._born[number] = self._born.get(number, 0) + 1
         name = f"worker{number}.{self._born[number]}"
-        environment = {}
+        environment = self._other_version if number in OF_OTHER_VERSION else {}
         if number == WITH_CLOCK and self.clocks:
             environment = self.clocks[0].environment
         worker = self._child(

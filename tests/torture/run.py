@@ -53,8 +53,19 @@ def store() -> Iterator[PostgreSQL]:
         yield server
 
 
-def run(make: Make, rows: PostgreSQL, folder: Path, *, seconds: float, seed: int) -> Result:
-    """Torture an arena for so many *seconds*; the histories are written to *folder*, which is empty and has its name."""
+def run(
+    make: Make,
+    rows: PostgreSQL,
+    folder: Path,
+    *,
+    seconds: float,
+    seed: int,
+    beside: Path | None = None,
+) -> Result:
+    """Torture an arena for so many *seconds*; the histories are written to *folder*, which is empty and has its name.
+
+    *beside*: a folder with another version of the package, which every second worker imports.
+    """
     name = folder.name
     with ExitStack() as stack:
         arena = stack.enter_context(make())
@@ -67,7 +78,7 @@ def run(make: Make, rows: PostgreSQL, folder: Path, *, seconds: float, seed: int
             versions=[*arena.versions, *software()],
             careless=arena.careless,
         )
-        crew = Crew(arena, name, folder, postgres_database(rows.port), f"{seed} {name}")
+        crew = Crew(arena, name, folder, postgres_database(rows.port), f"{seed} {name}", beside)
         stack.callback(crew.close)
         crew.start()
         nemesis = Nemesis(arena, crew, history, f"{seed} {name}")

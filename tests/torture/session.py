@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -25,14 +25,20 @@ _console = Console(highlight=False, soft_wrap=True)
 
 
 def torture(
-    names: list[str], *, minutes: float, seed: int, folder: Path, report: Path | None
+    names: list[str],
+    *,
+    minutes: float,
+    seed: int,
+    folder: Path,
+    report: Path | None,
+    beside: Path | None = None,
 ) -> int:
     """Torture the arenas with these *names*, or all, for so many *minutes*; return 1 if a promise was broken."""
     chosen = names or [*ARENAS]
     seconds = minutes * 60 / len(chosen)
     _console.print(f"seed {seed}, {seconds:.0f} s each, histories in {folder}")
     with store() as rows:
-        tried = partial(_tried, rows=rows, seed=seed)
+        tried = partial(_tried, rows=rows, seed=seed, beside=beside)
         results = [tried(ARENAS[name], folder / name, seconds=seconds) for name in chosen]
         if report is not None:
             for name, make in CONTROLS.items():
@@ -48,9 +54,9 @@ def write(folder: Path, report: Path) -> None:
     report.write_text(page(results, controls))
 
 
-def _tried(make: Make, there: Path, *, rows: PostgreSQL, seconds: float, seed: int) -> Result:
+def _tried(make: Make, there: Path, *, rows: PostgreSQL, **terms: Any) -> Result:
     there.mkdir(parents=True)
-    result = run(make, rows, there, seconds=seconds, seed=seed)
+    result = run(make, rows, there, **terms)
     WarmParent.close_all()
     _tell(result)
     return result

@@ -32,6 +32,7 @@ from django_distlock import (
     LockError,
     LockNotAcquired,
     StaleFencingToken,
+    __version__,
     force_release,
     lock,
     locks,
@@ -100,7 +101,7 @@ class Worker:
             threading.Thread(target=lambda: asyncio.run(self._in_tasks())),
             threading.Thread(target=self._sample),
         ]
-        self.history.write("began", pid=os.getpid())
+        self.history.write("began", pid=os.getpid(), version=__version__)
         for thread in threads:
             thread.start()
         hear()
