@@ -45,6 +45,9 @@ MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 #: How often a value is read again if a renewal of the same lease has changed it since it was read.
 LOOKS = 5
+#: Seconds: a value whose reply took longer is stored once more. The server may have been stopped meanwhile, and its
+#: clock stands still with it: what it stores before the next tick expires early, by as long as it was stopped.
+LATE = 0.05
 #: How many connections are kept open.
 KEPT = 4
 #: A connection remembers the numbers of at most 64 values that it stored, each for a second: a proxy may
@@ -132,15 +135,13 @@ class CacheMemcachedBackend(CacheKeyBackend):
     ) -> Grant | Busy:
         """Add the key and read it back: a request whose reply was lost may have stored it already."""
         value = self._value(request, request.ttl)
-        lives = whole_seconds(request.ttl)
+        lives, asked = whole_seconds(request.ttl), clock.lease_time()
         found = self._pool.ask(
             MemcachedConnection.add_and_look, request.key, value, lives, request.owner
         )
-        if found == value:
-            return Grant(None)
-        record = _record(found)
-        if record.owner == request.owner:
-            return Grant(None)
+        if found == value or (record := _record(found)).owner == request.owner:
+            is_late = clock.lease_time() - asked > LATE
+            return Busy() if is_late and not self._extend(request) else Grant(None)
         may_mark = left != 0 and request.key not in self.queue.turns.wanted
         if may_mark and found and not found.endswith(MARK):
             # The mark tells a holder that was never refused itself to let others go first.
@@ -189,6 +190,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         self._pool.close()
 
     def _extend(self, request: Request) -> bool:
+        was_late = False
         for _ in range(LOOKS):
             record, number, mark = self._look(request)
             if record is None or record.owner != request.owner:
@@ -196,8 +198,11 @@ class CacheMemcachedBackend(CacheKeyBackend):
             # Never shorten the lease: an earlier extension may have been longer.
             ttl = max(request.ttl, record.ends - clock.lease_time())
             value, lives = SecretBytes(self._value(request, ttl) + mark), whole_seconds(ttl)
+            asked = clock.lease_time()
             if self._pool.ask(MemcachedConnection.cas, request.key, value, number, lives):
-                return True
+                if was_late or clock.lease_time() - asked <= LATE:
+                    return True
+                was_late = True
         raise self._restless()
 
     def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:

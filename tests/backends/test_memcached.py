@@ -24,6 +24,7 @@ from django_distlock import (
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import MemcachedConnection
 from django_distlock.engine.values import Release
+from django_distlock.testing import reset_locks
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
@@ -107,6 +108,29 @@ def test_tls(server: Memcached, settings: Settings, certificate: Path, name: str
                 with pytest.raises(LockBackendError, match="certificate"):
                     lock(name, using="locks").acquire()
             locks.close()
+
+
+# A server that is stopped.
+
+
+def test_a_lock_that_a_stopped_server_grants_does_not_expire_early(
+    server: Memcached, settings: Settings, name: str
+) -> None:
+    """Its clock stands still, too, until a tick that may come before the requests or after them."""
+    configure(settings, alias(f"127.0.0.1:{server.port}"), ttl=2, **PATIENT)
+    wanted = [lock(f"{name} {number}", using="locks", renew=False) for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        # The first time, for as many connections: new ones are accepted after the tick.
+        for seconds, locks_ in ((0.0, wanted[:4]), (3.2, wanted[4:])):
+            server.pause()
+            never(bool, seconds)
+            granted = [pool.submit(each.acquire) for each in locks_]
+            never(bool, 0.2)
+            server.resume()
+            assert all(each.result() for each in granted)
+
+    never(lambda: [each for each in wanted[4:] if not each.locked()], 1, "a lock that is gone")
+    reset_locks()
 
 
 # Whole seconds.
