@@ -30,7 +30,9 @@ MORE_MEMORY = 12 * 1024
 OUTCOMES = ("got", "refused", "failed", "cancelled")
 #: Effects of faults after which two holders are possible: see the guarantees page.
 TWO_HOLDERS = "FB"
-#: A token may fall only if the server loses its record of the lock, and its clock is set back, both since the last grant.
+#: A token may fall only if the server loses its record of the lock while its clock is behind the last token: it was
+#: set back since the last grant, or so many seconds before it at most, the size of a step.
+BEHIND = 3.0
 LOSSES = {
     "server restarts and has lost its last writes",
     "fail-over to an asynchronous replica",
@@ -261,8 +263,10 @@ def _falls(faults: Iterable[Fault], before: Attempt, after: Attempt) -> bool:
 
 def _may_fall(faults: Iterable[Fault], one: Attempt, other: Attempt) -> bool:
     begin, end = min(one.asked, other.asked), max(one.ended or 0.0, other.ended or 0.0)
-    kinds = {fault.kind for fault in faults if fault.began <= end and fault.ended >= begin}
-    return SET_BACK in kinds and not kinds.isdisjoint(LOSSES)
+    until_then = [fault for fault in faults if fault.began <= end]
+    return any(
+        fault.kind == SET_BACK and fault.ended >= begin - BEHIND for fault in until_then
+    ) and any(fault.kind in LOSSES and fault.ended >= begin for fault in until_then)
 
 
 def _progress(run: Run, verdict: Verdict) -> Iterator[Finding]:

@@ -74,7 +74,7 @@ And what the pages did not say, and say now:
 - On Redlock, one clock that jumps ahead is enough for two holders where the first had just a majority; the page spoke of the clocks of a majority.
 - A row lock or an advisory lock has two holders for a moment if the server sees the end of the connection before the holder does; the page said so of restarts alone.
 - PostgreSQL ends silent sessions by its wall clock, so a jump ahead can end the session of such a lock early; the page said that it makes no difference.
-- On Redis, a token can fall when the server loses its data and its clock is set back, both since the lock was last used; the page spoke of purged rows alone.
+- On Redis, a token can fall when the server loses its data while its clock, which was set back, is behind the last token; the page spoke of purged rows alone.
 """
 FAULTS = """
 ## The faults

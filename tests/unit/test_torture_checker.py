@@ -185,6 +185,8 @@ def test_a_token_that_is_given_twice_is_found(history: History) -> None:
         ({"eviction, `FLUSHALL`": 2.1}, 1),
         ({"server's clock is set back": 2.1}, 1),
         ({"eviction, `FLUSHALL`": 2.1, "server's clock is set back": 9}, 1),
+        ({"eviction, `FLUSHALL`": 2.1, "server's clock is set back": -1}, 0),
+        ({"eviction, `FLUSHALL`": 2.1, "server's clock is set back": -5}, 1),
     ],
 )
 def test_a_token_may_fall_if_the_record_is_lost_and_the_clock_is_set_back(
