@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -20,6 +20,9 @@ demo-server: $(VENV)/.installed ## serve the demo's pages and its admin
 
 test: all-installed ## all that CI does, on every server; installs what is missing
 	tools/run-all-tests
+
+test-with-compose: $(VENV)/.installed-dev ## the same without Debian, by Docker: locks on the servers of compose.yaml, then all tests in a container
+	tools/test-with-compose
 
 test-stacks: $(VENV)-stacks/.installed ## locks among the packages that Django teams have (agents, admins, tenants), some minutes
 	$(VENV)-stacks/bin/python -m tests.stacks $(ONLY)

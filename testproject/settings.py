@@ -165,3 +165,6 @@ if ports := os.environ.get("DISTLOCK_REDIS_CLUSTER_PORTS"):
 
 if ports := os.environ.get("DISTLOCK_REDIS_FIVE_PORTS"):
     CACHES |= five_caches(ports)
+
+# More aliases, such as {"etcd": "etcd://127.0.0.1:2379"}.
+DISTLOCK |= json.loads(os.environ.get("DISTLOCK_ALIASES", "{}"))
