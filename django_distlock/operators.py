@@ -71,8 +71,10 @@ class Row:
     @property
     def since(self) -> datetime | None:
         """When it was acquired, by the clock of this machine; None if that is not known."""
-        age = self.held.age
-        return None if age is None else timezone.now() - timedelta(seconds=age)
+        if (age := self.held.age) is None:
+            return None
+        # Aware and in the zone of the page, whatever USE_TZ says.
+        return timezone.localtime(datetime.now(UTC) - timedelta(seconds=age))
 
     @property
     def ago(self) -> str:
@@ -86,9 +88,7 @@ class Row:
         if left is None:
             return "-"
         if self.held.reserved:
-            # Aware, whatever USE_TZ says.
-            until = datetime.now(UTC) + timedelta(seconds=left)
-            return _("until %s") % clock.time_of_day(until)
+            return _("until %s") % clock.time_of_day(datetime.now(UTC) + timedelta(seconds=left))
         span = clock.in_words(abs(left), ngettext)
         return span if left > 0 else _("ended %s ago") % span
 

@@ -144,6 +144,17 @@ def test_the_first_edits_and_others_read_meanwhile(
     assert "_save" in Fields(bob.get(page_of(account)).content.decode()).buttons
 
 
+def test_who_edits_is_told_where_times_have_no_zone(
+    account: Account, ada: Client, bob: Client, settings: Any
+) -> None:
+    settings.USE_TZ = False
+    ada.get(page_of(account))
+
+    page = bob.get(page_of(account)).content.decode()
+
+    assert f"Being edited by {name_of(ada)} since " in page
+
+
 def test_inlines_of_others_are_read_only_too(account: Account, ada: Client, bob: Client) -> None:
     Fee.objects.create(account=account, amount=3)
     assert "fees-0-amount" in fields_of(ada.get(page_of(account)))
