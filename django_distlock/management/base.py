@@ -62,8 +62,10 @@ class LockCommand(BaseCommand):
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            super().run_from_argv(argv)
-            self.stdout.flush()
+            try:
+                super().run_from_argv(argv)
+            finally:
+                self.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except BrokenPipeError:

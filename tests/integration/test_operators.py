@@ -294,17 +294,26 @@ def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(builtins, "input", ctrl_c)
-    read_end, write_end = os.pipe()
-    os.close(read_end)
 
     with lock(name, using="memory"), pytest.raises(SystemExit) as interrupted:
         ReleaseLock().run_from_argv(["manage.py", "release_lock", name, "--using=memory"])
+
+    assert interrupted.value.code == INTERRUPTED
+
+
+@pytest.mark.parametrize("using", ["memory", "down"])
+def test_a_command_whose_reader_has_gone_ends_as_in_a_shell(
+    monkeypatch: pytest.MonkeyPatch, settings: Any, using: str
+) -> None:
+    settings.DISTLOCK = {"memory": MEMORY, "down": DOWN}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
     with os.fdopen(write_end, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit) as not_read:
-            ListLocks().run_from_argv(["manage.py", "list_locks", "--using=memory"])
+            ListLocks().run_from_argv(["manage.py", "list_locks", f"--using={using}"])
 
-    assert interrupted.value.code == INTERRUPTED
     assert not_read.value.code == NOT_READ
 
 
