@@ -22,7 +22,7 @@ from django_distlock.engine.values import LockState, digest
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import server_key, stored
 from django_distlock.models import MethodLock
-from tests.fixtures.browser import OpenBrowser
+from tests.fixtures.browser import OpenBrowser, served
 from tests.fixtures.eventually import eventually
 
 from .browsing import LIST, Operator
@@ -44,6 +44,7 @@ NEVER_ANSWERED = """const send = window.fetch;
         return new Promise((_, fail) => options.signal?.addEventListener("abort", fail));
     };"""
 IS_SENT = "return window.isSent === true;"
+STOPPED = "The page is not refreshed any more: load it again."
 HOSTILE = "<script>alert(1)</script>"
 Start = Callable[[], "Operator"]
 
@@ -223,8 +224,19 @@ def test_it_says_so_when_the_operator_is_logged_out(operator: Start, name: str) 
 
     someone.browser.delete_all_cookies()
 
-    text = "The page is not refreshed any more: load it again."
-    eventually(lambda: someone.look()["status"] == text, 10, "the page says so")
+    eventually(lambda: someone.look()["status"] == STOPPED, 10, "the page says so")
+
+
+@pytest.mark.usefixtures("databases")
+def test_it_says_so_where_users_log_in_on_another_host(open_browser: OpenBrowser) -> None:
+    with served("tests.integration.sso_settings") as site:
+        someone = Operator(open_browser(), site)
+        someone.log_in(User.objects.create_superuser(f"operator-{uuid.uuid4().hex[:8]}"))
+        someone.open(LIST)
+
+        someone.browser.delete_all_cookies()
+
+        eventually(lambda: someone.look()["status"] == STOPPED, 10, "the page says so")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -39,6 +39,8 @@
         try {
             const response = await fetch(location.href, {
                 headers: { "X-Distlock-Fragment": "yes" },
+                // A login on another host could not be followed, and would look like a site that does not answer.
+                redirect: "manual",
                 // A connection that died silently would keep the page from asking again for minutes.
                 signal: AbortSignal.timeout(2 * PERIOD),
             });
