@@ -198,9 +198,14 @@ def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
 
 
 def _lists_processes() -> bool:
-    """Return whether /proc lists the processes of this PID namespace, and not of another one, as after unshare(1)."""
+    """Return whether /proc lists the children of this process.
+
+    Some kernels (CONFIG_PROC_CHILDREN) have no such list, and after unshare(1) it may be that of another process.
+    """
+    own = os.getpid()
     with suppress(OSError):
-        return sys.platform == "linux" and Path("/proc/self").readlink().name == str(os.getpid())
+        lists = Path(f"/proc/self/task/{own}/children").exists()
+        return lists and Path("/proc/self").readlink().name == str(own)
     return False
 
 

@@ -19,6 +19,7 @@ from django.db import connection
 
 from django_distlock import lock
 from django_distlock.backends.database import records
+from django_distlock.management import supervisor
 from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
 from django_distlock.management.commands.run_locked import Command
 from django_distlock.models import MethodLock
@@ -306,6 +307,26 @@ def test_a_command_that_does_not_listen_is_killed(start: Start, name: str) -> No
 
     assert child.wait() == LOST
     assert has_ended(pid)
+
+
+def test_on_a_kernel_that_lists_no_children_it_is_killed_too(
+    spawn: Spawn, name: str, tmp_path: Path
+) -> None:
+    child = spawn(f"{__name__}:run_without_lists", name=name, folder=str(tmp_path))
+    pid = pid_of_command(child)
+
+    free(name)
+
+    assert child.wait() == LOST
+    assert has_ended(pid)
+
+
+def run_without_lists(name: str, folder: str) -> None:
+    # The files in /proc, of which a kernel that was built without CONFIG_PROC_CHILDREN has none.
+    text = Path(supervisor.__file__).read_text()
+    supervisor.__file__ = f"{folder}/supervisor.py"
+    Path(supervisor.__file__).write_text(text.replace('children")', 'no-such-file")'))
+    run(name, ["sh", "-c", f"trap '' TERM; {TICK}"], {"ttl": 1, "grace": 0.2})
 
 
 @pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
