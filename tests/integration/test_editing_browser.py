@@ -104,6 +104,13 @@ window.fetch = (url, options) => {
 };
 document.dispatchEvent(new Event("visibilitychange"));"""
 
+#: Puts the form of another page into this one and runs its scripts, as htmx does; then takes it out.
+COMES = """fetch(arguments[0]).then((response) => response.text()).then((html) => {
+    document.body.replaceChildren(document.createRange().createContextualFragment(html));
+});"""
+GOES = """document.body.replaceChildren();
+document.dispatchEvent(new Event("visibilitychange"));"""
+
 
 def is_live(account: Account) -> bool:
     """Return whether a script has renewed the lock, whose ttl is longer then."""
@@ -237,6 +244,17 @@ def test_who_waits_is_told_when_it_is_free(editor: Start, account: Account) -> N
     ada.open("/")
 
     eventually(lambda: "Nobody edits this any more" in bob.says(), PATIENCE, "the reader is told")
+
+
+def test_a_form_may_come_and_go_without_its_page(editor: Start, account: Account) -> None:
+    ada = editor("Ada")
+    ada.open(reverse("index"))
+    for _ in range(2):
+        ada.browser.execute_script(COMES, reverse("rename", args=[account.pk]))
+        eventually(lambda: is_live(account), PATIENCE, "its script has begun")
+
+        ada.browser.execute_script(GOES)
+        eventually(lambda: not held(account), PATIENCE, "the lock is given back")
 
 
 def test_what_was_typed_survives_another_login(editor: Start, account: Account) -> None:

@@ -2,8 +2,11 @@
 "use strict";
 
 // A page with several forms has this script several times.
-for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])")) {
-    box.dataset.alive = "yes";
+for (const box of document.querySelectorAll(".distlock-edit")) {
+    if (box.isAlive) {
+        continue;
+    }
+    box.isAlive = true;
     const form = box.closest("form");
     const ticket = form.elements.distlock_edit;
     const message = box.querySelector(".distlock-edit-message");
@@ -18,10 +21,10 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
     // A page that comes back is another one for the server: a tab may have a copy of it.
     let life = "";
 
-    const tokens = () => document.querySelectorAll("input[name=csrfmiddlewaretoken]");
+    const TOKEN = "input[name=csrfmiddlewaretoken]";
 
     function body(what) {
-        const token = tokens()[0];
+        const token = form.querySelector(TOKEN) || document.querySelector(TOKEN);
         return new URLSearchParams({
             csrfmiddlewaretoken: token ? token.value : "",
             distlock_edit: ticket.value,
@@ -66,14 +69,19 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         // After another login, the page's token is not valid any more.
         const fresh = await read({});
         if (fresh.csrf) {
-            tokens().forEach((each) => { each.value = fresh.csrf; });
+            document.querySelectorAll(TOKEN).forEach((each) => { each.value = fresh.csrf; });
             return read({ method: "POST", body: body(what) });
         }
         return fresh;
     }
 
     async function renew() {
-        if (isAsking) {
+        if (isAsking || !box.isAlive) {
+            return;
+        }
+        if (!box.isConnected) { // htmx or Turbo has taken the form out of the page
+            leave();
+            box.isAlive = false;
             return;
         }
         isAsking = true;
@@ -100,16 +108,17 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         }
     }
 
-    addEventListener("pagehide", () => {
+    function leave() {
         clearTimeout(timer);
-        if (!isReading) {
+        if (!isReading && box.isAlive) {
             // A request that is under way may take the lock later: that of a form that was sent is free before this page goes.
             navigator.sendBeacon(box.dataset.url, body(isAsking ? "abandon" : "leave"));
         }
-    });
+    }
+
     // Only now has the browser restored what was typed before Back or F5. The ticket is restored with it, as it counts as
     // typed, too: so old text is compared as old text.
-    addEventListener("pageshow", (event) => {
+    function show(event) {
         const text = ticket.value;
         isSent = false;
         isBack = !isReading && (event.persisted || text !== ticket.defaultValue);
@@ -117,7 +126,13 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         ticket.value = "";
         ticket.value = text;
         renew();
-    });
+    }
+
+    addEventListener("pagehide", leave);
+    addEventListener("pageshow", show);
+    if (document.readyState === "complete") {
+        show({}); // htmx or Turbo has put the form into a page that was there before
+    }
     // The second click of an impatient user would add the new rows of inlines once more. After 10 seconds without an
     // answer, the form can be sent again. At the window, as the page's own scripts may decide that it is not sent.
     addEventListener("submit", (event) => {
