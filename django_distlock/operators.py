@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
@@ -24,20 +25,23 @@ from .ground.naming import checked_name, line_key, line_of, warn
 from .handler import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from django.db.models import Model
 
+    from .backends.base import BaseLockBackend
     from .engine.values import Held
+
+    Read = Callable[[BaseLockBackend], Iterable[Held]]
 
 #: Seconds for which a page waits for all servers together.
 PATIENCE = 2.0
 #: Seconds for which a late listing is shown while the next one is read.
 KEPT = 60.0
 
-#: By alias, keys of the caller and text of free locks: the listing that is or was late; while it is read, no second
-#: one is started.
-_late: dict[tuple[str, str, str | None], Listing] = {}
+#: The listings that are or were late, by alias, key prefix of the caller, and what they read; while one is read, no
+#: second one is started.
+_late: dict[tuple[str, str, str], Listing] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +153,19 @@ def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
 
 
 class Listing:
-    """The locks of *alias*, or only those with *keys*, read by a thread of its own; *held* grows meanwhile.
+    """What *read* returns for *alias*, read by a thread of its own; *held* grows meanwhile.
 
-    *before*: an earlier complete listing, to be shown until this one is complete. *free*: the free locks with this text.
+    *before*: an earlier complete listing, to be shown until this one is complete.
     """
 
-    def __init__(
-        self,
-        alias: str,
-        keys: Iterable[str] | None = None,
-        before: Listing | None = None,
-        free: str | None = None,
-    ) -> None:
-        self.alias, self.keys, self.before, self.free = alias, keys, before, free
+    def __init__(self, alias: str, read: Read, before: Listing | None = None) -> None:
+        self.alias, self.read, self.before = alias, read, before
         self.held: list[Held] = []
         self.error: Exception | None = None
         self.is_read = Event()
         self._began = self._ended = clock.lease_time()
         try:
-            # Here, because the thread has no tenant.
+            # Here: the thread does not know the tenant of the caller.
             self._backend = locks[alias].seen_from_here()
         except Exception as error:  # noqa: BLE001 - as in _read()
             self.error = error
@@ -196,34 +194,44 @@ class Listing:
             self.is_read.set()
 
     def _read_all(self) -> None:
-        backend = self._backend
-        keys = [None] if self.keys is None else filter(backend.keeps, self.keys)
         self.held.clear()
-        if self.free is not None:
-            self.held.extend(backend.free_locks(self.free))
-            return
-        for key in keys:
-            self.held.extend(backend.held(key))
+        self.held.extend(self.read(self._backend))
 
 
-def survey(aliases: Iterable[str], free: str | None = None) -> tuple[list[Row], dict[str, str]]:
+def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
     """Return the locks of *aliases* that can be read in time, and the problem of each alias that has one.
 
-    A late listing is kept for the next call, which shows it with its age. *free*: as in Listing.
+    A late listing is kept for the next call, which shows it with its age.
     """
-    for seen, late in _late.copy().items():
+    return _in_time(aliases, "held", lambda backend: backend.held())
+
+
+def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, str]]:
+    """Return the free locks of *aliases* with *text* in their names or keys, and the problems as survey()."""
+    rows, problems = _in_time(aliases, f"free {text}", lambda backend: backend.free_locks(text))
+    for alias, number in Counter(alias for row in rows for alias in row.aliases).items():
+        if number >= MOST_FREE:
+            told = _("At most %d of its free locks are shown. Search by name for others.")
+            problems.setdefault(alias, told % MOST_FREE)
+    return rows, problems
+
+
+def _in_time(aliases: Iterable[str], what: str, read: Read) -> tuple[list[Row], dict[str, str]]:
+    """Return what survey() does, of what *read* returns; *what* names that."""
+    for key, late in _late.copy().items():
         if late.is_read.is_set() and late.age > max(KEPT, late.took):
-            _late.pop(seen, None)
-    listings = [_listing(alias, free) for alias in aliases]
+            _late.pop(key, None)
+    keys = {alias: _seen_from_here(alias, what) for alias in aliases}
+    listings = [_listing(alias, _late.get(key), read) for alias, key in keys.items()]
     _wait(listing for listing in listings if listing.before is None)
     shown, problems = [], {}
     for listing in listings:
         alias = listing.alias
         is_read = listing.is_read.is_set()
         if is_read and listing.took <= PATIENCE:
-            _late.pop(_seen_from_here(alias, free), None)
+            _late.pop(keys[alias], None)
         else:
-            _late[_seen_from_here(alias, free)] = listing
+            _late[keys[alias]] = listing
             known = listing if is_read else listing.before
             problems[alias] = _of_late(known) if known else _unread(listing)
         shown.append(listing if is_read else listing.before or listing)
@@ -232,20 +240,14 @@ def survey(aliases: Iterable[str], free: str | None = None) -> tuple[list[Row], 
 
 def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str]]:
     """Return the locks with these *keys* of each alias, and the problem of each alias that failed."""
-    listings = [Listing(alias, each) for alias, each in keys.items()]
+
+    def read(keys: Iterable[str], backend: BaseLockBackend) -> Iterable[Held]:
+        return (held for key in keys if backend.keeps(key) for held in backend.held(key))
+
+    listings = [Listing(alias, partial(read, each)) for alias, each in keys.items()]
     _wait(listings)
     problems = {each.alias: _unread(each) for each in listings if not each.is_read.is_set()}
     return _rows(listings, problems)
-
-
-def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the free locks of *aliases* with *text* in their names or keys, and the problems as survey()."""
-    rows, problems = survey(aliases, text)
-    for alias, number in Counter(alias for row in rows for alias in row.aliases).items():
-        if number >= MOST_FREE:
-            told = _("At most %d of its free locks are shown. Search by name for others.")
-            problems.setdefault(alias, told % MOST_FREE)
-    return rows, problems
 
 
 def look_up_names(
@@ -270,21 +272,20 @@ def forget_late(aliases: Iterable[str]) -> None:
         _late.pop(_seen_from_here(alias), None)
 
 
-def _seen_from_here(alias: str, free: str | None = None) -> tuple[str, str, str | None]:
-    """Return what tells the caller's listing of *alias* from those of other tenants."""
+def _seen_from_here(alias: str, what: str = "held") -> tuple[str, str, str]:
+    """Return the key in _late of the caller's listing: that of another tenant has another one."""
     with suppress(Exception):  # the listing shows the error
-        return alias, locks[alias].key_of("x"), free
-    return alias, "", free
+        return alias, locks[alias].key_of("x"), what
+    return alias, "", what
 
 
-def _listing(alias: str, free: str | None) -> Listing:
-    """Return the late listing of an earlier page, or a new one; so an alias is read at most half of the time."""
-    late = _late.get(_seen_from_here(alias, free))
+def _listing(alias: str, late: Listing | None, read: Read) -> Listing:
+    """Return *late*, that of an earlier page, or a new one; so an alias is read at most half of the time."""
     if late is None:
-        return Listing(alias, free=free)
+        return Listing(alias, read)
     if not late.is_read.is_set() or late.age < late.took:
         return late
-    return Listing(alias, before=None if late.error else late, free=free)
+    return Listing(alias, read, before=None if late.error else late)
 
 
 def _wait(listings: Iterable[Listing]) -> None:
@@ -311,7 +312,7 @@ def _rows(
 
 
 def _problem(alias: str, error: Exception) -> str:
-    """Return what is told of *error* beside the *alias*, which is not named again."""
+    """Return the text of *error* without the *alias*, which stands beside it."""
     return first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
 
 
