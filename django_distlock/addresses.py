@@ -22,7 +22,7 @@ TEXTS = {
     "acl", "ca", "ca_cert", "cache", "cert", "certfile", "endpoints", "hosts", "key", "key_password", "key_prefix",
     "keyfile", "keyfile_password", "namespace", "password", "root", "server", "user", "using",
 }  # fmt: skip
-#: By other names of servers: what to write.
+#: By scheme: the names that are written in its place by mistake.
 _MEANT = {
     "database": "postgres postgresql postgis mysql mariadb sqlite sqlite3 db pgsql psycopg",
     "etcd": "http etcd3",
@@ -34,8 +34,8 @@ _MEANT = {
 }
 _WORDS = {"true": True, "false": False, "none": None}
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-# Several hosts with commas between them, which urlsplit() takes for one. Behind them is no @: what stands before it
-# may be the rest of a password.
+# Not urlsplit(), which takes several hosts with commas between them for one. No @ may follow the hosts: the text
+# before it may be the rest of a password.
 _URL = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#@]*))?(\?(?P<query>[^#@]*))?",
     re.IGNORECASE,
@@ -160,7 +160,7 @@ def _alias(option: str) -> Callable[[Address], dict[str, Any]]:
     return make
 
 
-#: By the begin of a URL: the backend, and what makes its options.
+#: By scheme: the backend, and the function that makes its options.
 _MAKE: dict[str, tuple[str, Callable[[Address], dict[str, Any]]]] = {
     **dict.fromkeys(
         ("redis", "rediss", "valkey", "valkeys", "unix"), ("redis.RedisBackend", _redis)

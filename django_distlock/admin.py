@@ -1,4 +1,4 @@
-"""Locks in the admin: who holds which, of every alias, and which are free in the databases."""
+"""Locks in the admin: the held ones of every alias with their holders, and the free ones of databases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORCE_RELEASE = "django_distlock.force_release_methodlock"
 MOST_AT_ONCE = 100
 #: Locks on one page of the list.
 PAGE = 100
-#: The header of the script that refreshes the list: the answer has the table only.
+#: The header by which the script that refreshes the list asks for the table alone.
 FRAGMENT = "X-Distlock-Fragment"
 #: Whether Django's own pages have their breadcrumbs in a list.
 HAS_LISTED_BREADCRUMBS = django.VERSION >= (6, 1)
@@ -70,7 +70,7 @@ STATES: dict[str, tuple[Any, set[str]]] = {
     **{state: (state.label, {state}) for state in LockState},
     "all": (gettext_lazy("all"), {*LockState}),
 }
-#: What Django's admin says where nothing is selected; it has the translations.
+#: The text of Django's admin if nothing is selected, word for word, so that its translations apply.
 NOTHING_SELECTED = (
     "Items must be selected in order to perform actions on them. No items have been changed."
 )
@@ -78,7 +78,7 @@ NOTHING_SELECTED = (
 
 @admin.register(HeldLock)
 class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
-    """Shows who holds which lock, of every alias that can tell; users with the permission can free them."""
+    """Shows the locks of every alias that can list them, and their holders; users with the permission can free them."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -161,7 +161,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
     ) -> HttpResponse:
-        """Show all there is to know of a lock, by its key, and who forced its release."""
+        """Show the lock with this key, and the log of its forced releases."""
         key = unquote(object_id)
         rows, problems = look_up({alias: [key] for alias in locks})
         kind = ContentType.objects.get_for_model(HeldLock, for_concrete_model=False)
@@ -309,7 +309,7 @@ class ObjectLocksMixin(_Admin):
                 "distlock_rows": rows,
                 "distlock_problems": problems,
                 "distlock_may_force": request.user.has_perm(FORCE_RELEASE),
-                # Around the page that would be shown, whose template may be the project's.
+                # Extends the template that would be used, which may be the project's.
                 "distlock_page": response.resolve_template(response.template_name),
             }
             response.template_name = "admin/django_distlock/object_locks.html"

@@ -42,7 +42,7 @@ def check_servers(
 
 def _are_of_migrate() -> bool:
     """Return whether ``migrate``, or a subclass, runs the checks: it creates the tables that they look for."""
-    # The arguments of a check do not tell, and sys.argv is not what execute_from_command_line() was given.
+    # No argument of a check names the command, and execute_from_command_line() may have got others than sys.argv.
     callers = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
     kinds = (kind for caller in callers for kind in type(caller).__mro__)
     # The module of a proxy of wrapt is a property.
@@ -70,7 +70,7 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
 
 def _check_declared() -> Iterator[CheckMessage]:
     """Report decorated functions and tasks whose alias cannot do what they want."""
-    # Views are declared when they are imported. Django's own checks tell what is wrong with the URLs.
+    # Views are declared when they are imported. Django's own checks report errors in the URLs.
     with suppress(Exception):
         import_module(settings.ROOT_URLCONF)
     for each in sorted(declared, key=lambda each: each.title):

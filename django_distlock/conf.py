@@ -25,7 +25,7 @@ KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS", "TEST")
 #: The backend that replaces others while Django's tests run, and the keys of TEST, which can choose another one.
 TEST_BACKEND = "django_distlock.backends.locmem.LocMemBackend"
 TEST_KEYS = ("BACKEND", "OPTIONS")
-#: The options that say where the server is, and what else they are called.
+#: The options with the address of a server, and other names for them.
 _ADDRESSES = {"location", "servers", "endpoints", "hosts", "using", "cache"}
 _GUESSES = _ADDRESSES | {"url", "urls", "host", "server", "address", "database", "db", "alias"}
 #: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.

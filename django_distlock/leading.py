@@ -44,8 +44,8 @@ def lead(
     """Wait for the lock *name*, call *work* with its lease, and return what that returns.
 
     If the lease was lost meanwhile, wait for the lock and call *work* again: it must look at ``lease.lost``, or
-    call ``lease.check()``. Its exceptions come out, but for the LockLost of this lease, also in an exception group.
-    While the server fails, ask again after pauses, of at most 10 seconds.
+    call ``lease.check()``. Its exceptions are raised, except the LockLost of this lease, alone or in an exception
+    group. While the server fails, ask again after pauses, of at most 10 seconds.
 
     *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
     """
@@ -53,7 +53,7 @@ def lead(
         raise TypeError("lead() calls a function; write await alead(...) for a coroutine function.")
     if "timeout" in terms:
         raise TypeError("lead() waits until it leads; write stop=threading.Event(), not timeout.")
-    candidate = _Candidate(name, timeout=None, **terms)  # type: ignore[misc]  # twice is once too often
+    candidate = _Candidate(name, timeout=None, **terms)  # type: ignore[misc]  # a timeout in *terms* was refused
     candidate.stop = stop
     ends, pauses = stop or threading.Event(), Wait(None)
     while not ends.is_set():
@@ -98,7 +98,7 @@ async def alead(
 
 
 def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bool:
-    """Return whether the work has returned under the lock, and only the release has failed, by *error*; log that."""
+    """Return True, and log *error*, if the work has returned under the lock and only the release has failed."""
     if lease is None or not results or not isinstance(error, LockBackendError):
         return False
     warn("Leaving lock %s: %s", lease.name, error, of=lease, token=lease.fencing_token)
@@ -106,7 +106,7 @@ def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bo
 
 
 def _pause_after(error: BaseException, lease: Lease | None, pauses: Wait) -> float:
-    """Return the seconds until the lock is wanted again, after *error*, which is raised if the work has raised it."""
+    """Return the seconds to wait after *error*; raise it if it came from the work and is not the loss of *lease*."""
     if lease is not None:
         is_loss = isinstance(error, LockNotHeld) and lease.lost
         if not is_loss and not is_loss_in_group(error, lease):

@@ -31,7 +31,7 @@ class LockSet:
     """Several locks, acquired in the order of their names and aliases, so two sets never deadlock."""
 
     def __init__(self, wanted: tuple[str | Model | Lock, ...], terms: Terms) -> None:
-        """*terms* are those of names, and their timeout is that of all; ValueError if locks do not go together."""
+        """*terms* apply to names, and their timeout to the whole set; ValueError if locks do not go together."""
         if not wanted:
             raise ValueError("lock_all() takes at least one name.")
         self._timeout = terms.timeout
@@ -181,7 +181,10 @@ class LockSet:
         return [(lock, block, block.lease.entries) for lock, block in blocks]
 
     def _finish_leaving(self, left: list[_Left]) -> None:
-        """Leave in the background what an asynchronous exception kept from being left; nothing *left*: it came before."""
+        """Leave in the background the blocks that an asynchronous exception kept from being left.
+
+        *left* is empty if it came before they were known.
+        """
         for lock, block, entries in left or self._to_leave():
             lock.finish_leaving(block, entries)
 
@@ -216,7 +219,7 @@ class LockSet:
 
 
 def _identity(lock: Lock) -> tuple[str, str, bool]:
-    """Return what makes a lock another one; sorted by the name first, as two aliases may be of one server."""
+    """Return what tells locks apart, and sorts them: the name first, because two aliases may be of one server."""
     return lock.name, lock.terms.using, lock.terms.limit is not None
 
 

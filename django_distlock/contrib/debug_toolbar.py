@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     Row = dict[str, Any]
 
 TIMES = "waited", "held", "took"
-#: Seconds to wait for what an asynchronous view has sent.
+#: Seconds to wait for the receivers of the signals of an asynchronous view.
 PATIENCE = 0.2
 #: The panel of the running request.
 _current: ContextVar[LocksPanel | None] = ContextVar("distlock_panel", default=None)
-#: What the panels show of the leases that still live: another thread may release or lose them.
+#: The rows in panels of the leases that still exist: another thread may release or lose them.
 _rows: WeakKeyDictionary[Lease, Row] = WeakKeyDictionary()
 
 

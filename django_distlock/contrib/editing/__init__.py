@@ -70,7 +70,7 @@ PAUSE = 5.0
 TRIES = 3
 #: How many rows of a relation are named for people.
 FEW = 20
-#: How the key of a user begins who is not logged in.
+#: The begin of the key of a user who is not logged in.
 ANONYMOUS = "anonymous "
 
 
@@ -192,11 +192,11 @@ class EditLock:
     failed: bool = False
     changes: list[Part] = field(default_factory=list)
     is_read_only: bool = False
-    #: Whether the user may not do what the page asks for, by now.
+    #: Whether the user has lost the right to what the page asks for.
     is_refused: bool = False
     #: Whether the page has the tag.
     is_shown: bool = False
-    #: Whether it cannot be known what the form was opened with, so that all counts as changed.
+    #: Whether the values that the form was opened with are unknown, so that every field counts as changed.
     _is_unknown: bool = False
 
     # For templates.
@@ -279,7 +279,7 @@ class EditLock:
         problems = [_("Not saved. %s") % self.editor.sentence] if self.editor else []
         parts = [*parts_of(form), *more]
         texts = {part.key: part.text for part in parts}
-        # What somebody else has changed to the same value, such as the first click of two, is in nobody's way.
+        # A field that was set to the value that is sent now, as by the first of two clicks, is no conflict.
         same = form.fields.keys() - form.changed_data
         changed = self.changed(texts) - same
         self.changes = [part.with_shown() for part in parts if part.key in changed]
@@ -289,7 +289,7 @@ class EditLock:
                 " compare what you have typed with the current values, and save again."
             )
             problems.append(text)
-        # A page that is shown again has the same text, compared with what is shown beside it.
+        # The page shows the current values beside the typed ones: the next time, these are compared.
         if self.changes or self.ticket.seen is None:
             self.note_seen(texts)
         return problems
@@ -364,7 +364,7 @@ class EditLock:
         [self.editor] = editors(self.request, [held])
 
     def look(self) -> Editor | None:
-        """Return who edits the object, be it this page."""
+        """Return the editor of the object, even if it is this page; None if nobody edits it."""
         if not self.backend.supports_listing:
             return None  # nothing is locked there
         found = settled(lambda: [*self.backend.held(self.ticket.key)])
@@ -422,7 +422,7 @@ class EditLock:
 
 
 def editors(request: HttpRequest, found: Iterable[Held]) -> list[Editor]:
-    """Return who edits, of the holdings that were *found*."""
+    """Return the editors who have the holdings *found*."""
     me = user_key(request)
     return [_editor(held, me) for held in found if held.state == LockState.HELD]
 
@@ -487,7 +487,7 @@ def lock_name(instance: Model) -> str:
 
 
 def texts_of(instance: Model) -> dict[str, str]:
-    """Return what is compared of the editable fields of *instance*."""
+    """Return the texts by which the editable fields of *instance* are compared."""
     return {name: compared(value) for name, value in model_to_dict(instance).items()}
 
 

@@ -130,7 +130,7 @@ class EditLockMixin(_Admin):
                 formsets = [each.formset for each in context["inline_admin_formsets"]]
                 parts = [*parts_of(context["adminform"].form), *_parts_of(formsets)]
                 edit.note_seen({part.key: part.text for part in parts})
-            # Around the page that would be shown, whose template may be the project's.
+            # Extends the template that would be used, which may be the project's.
             parent = response.resolve_template(response.template_name)
             response.context_data |= {"distlock_edit": edit, "distlock_parent": parent}
             response.template_name = "admin/django_distlock/edit_form.html"
@@ -183,7 +183,7 @@ class EditLockMixin(_Admin):
         formset.form = _checked(formset.form, problems)
         formset.form.base_fields = deepcopy(formset.form.base_fields)
         for field in formset.form.base_fields.values():
-            # The list sends what it has shown, too, and browsers restore nothing over newer values.
+            # The list also sends the values that it has shown; browsers must not restore old text over newer ones.
             field.show_hidden_initial = True
             field.widget.attrs["autocomplete"] = "off"
         return formset
@@ -216,7 +216,7 @@ class EditLockMixin(_Admin):
         is_look = request.POST.get("what") == "look"
         may = self.has_view_or_change_permission if is_look else self.has_change_permission
         edit = self._edit_lock(request, obj, ticket)
-        # What is there, but not found, is hidden from this user by now.
+        # If the row exists, get_object() hides it from this user.
         edit.is_refused = not may(request, obj) if obj is not None else edit.row() is not None
         return edit
 
@@ -225,7 +225,7 @@ class EditLockMixin(_Admin):
 
     def _check_edit_lock(self) -> Iterator[CheckMessage]:
         using, problems = self.edit_lock_using, []
-        # distlock.E001 tells what is wrong with an alias, and distlock.W001 that there is no default one.
+        # distlock.E001 reports wrong settings of an alias, and distlock.W001 a missing default alias.
         with suppress(InvalidLockBackend):
             if using not in {*locks, DEFAULT_ALIAS}:
                 problems.append(f"DISTLOCK has no alias {using!r}.")
@@ -285,7 +285,7 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
 
 
 def _is_stale(form: Any, name: str) -> bool:
-    """Return whether the list showed another value of this field than it has now, and not what is sent now."""
+    """Return True if the field has neither the value that the list showed nor the one that is sent."""
     field, now = form.fields[name], form.get_initial_for_field(form.fields[name], name)
     widget, key = field.hidden_widget(), form.add_initial_prefix(name)
     shown = widget.value_from_datadict(form.data, form.files, key)

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 #: The alias of the backend that is made for an advisory lock.
 ALIAS = "migrate_locked"
 BACKEND = "django_distlock.backends.advisory.AdvisoryBackend"
-#: Most seconds between two tries. Who waits inside the server is in a transaction, and whoever holds
-#: the lock may wait for that: CREATE INDEX CONCURRENTLY does.
+#: Most seconds between two tries. A wait inside the server would be a transaction, and CREATE INDEX CONCURRENTLY of
+#: the process that migrates waits for all transactions.
 LONGEST_PAUSE = 1.0
 
 
@@ -123,7 +123,7 @@ class Command(LockCommand, Migrate):
         alias = options["database"]
         # A connection of its own: django-tenants leaves one on the schema in which it found something to do.
         before, look = connections[alias], connections.create_connection(alias)
-        # PostGIS creates an extension there, and django-tenants a table: only who has the lock may.
+        # PostGIS creates an extension there, and django-tenants a table: not without the lock.
         vars(look).update(prepare_database=lambda: None, schema_editor=lambda **_: sys.exit(1))
         connections[alias] = look
         try:

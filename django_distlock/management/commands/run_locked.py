@@ -133,7 +133,7 @@ class Command(LockCommand):
             sys.exit(code)
 
     def _run_once(self, ended_by: list[int], options: dict[str, Any]) -> int | None:
-        """Run the command under the lock, and return what run() does; CommandError if that was lost, or not to be had."""
+        """Run the command under the lock, and return what run() returns; CommandError if the lock was lost or not acquired."""
         words = "using", "ttl", "limit", "min_hold", "max_hold"
         terms = {word: options[word] for word in words if options[word] is not None}
         command, grace, longest = options["command"], options["grace"], options["max_hold"]
@@ -178,7 +178,7 @@ def _signals_heeded() -> AbstractContextManager[None]:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals for the command; what nohup ignores stays ignored, also by the command."""
+    """Return the signals that are passed on to the command: those that the caller ignores, as nohup does, it ignores, too."""
     return [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]
 
 
