@@ -253,13 +253,15 @@ class OnMySQL(Taker):
                     raise
             time.sleep(self.wait.next_pause(longest=SHORT_PAUSE))
 
-    def _select(self, cursor: CursorWrapper, how: str) -> bool:
-        cursor.execute(self.select(how), {"key": self.key})
+    def _select(self, cursor: CursorWrapper, how: str, limits: str = "") -> bool:
+        cursor.execute(limits + self.select(how), {"key": self.key})
         return cursor.fetchone() is not None
 
     def _wait(self, cursor: CursorWrapper, seconds: int) -> bool:
+        """Wait, whatever the server's limit for the time of a statement."""
         if cursor.db.mysql_is_mariadb:
-            return self._select(cursor, f"WAIT {seconds}")
+            unlimited = "SET STATEMENT max_statement_time = 0 FOR "
+            return self._select(cursor, f"WAIT {seconds}", unlimited)
         cursor.execute("SELECT @@innodb_lock_wait_timeout")
         (before,) = cursor.fetchone()
         cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}")

@@ -164,6 +164,20 @@ def test_the_transaction_is_usable_after_a_timeout_which_is_kept(
     assert balance(database) == 2
 
 
+def test_the_limit_for_the_time_of_a_statement_does_not_end_its_wait(
+    database: str, name: str
+) -> None:
+    limit = {"postgres": "statement_timeout = '300ms'", "mariadb": "max_statement_time = 0.3"}
+    ask(database, f"SET {limit[database]}")
+
+    with held_elsewhere(database, name), transaction.atomic(using=database):
+        with pytest.raises(LockNotAcquired):
+            transaction_lock(name, using=database, timeout=1.5)
+        raise_balance(database)
+
+    assert balance(database) == 1
+
+
 def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
     database: str, another: Another, name: str
 ) -> None:
