@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
 
-from django.db import connections, transaction
+from django.db import Error, connections, transaction
 from django.db.utils import OperationalError
 
 from django_distlock import conf
@@ -268,7 +269,8 @@ class OnMySQL(Taker):
         try:
             return self._select(cursor, "")
         finally:
-            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {before}")
+            with suppress(Error):  # if a signal has ended the wait, its exception goes up
+                cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {before}")
 
 
 def _note(connection: BaseDatabaseWrapper, lock: LockId, caller: Caller) -> None:

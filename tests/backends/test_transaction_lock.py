@@ -21,6 +21,8 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
+from django_distlock.backends.rowlock import OnMySQL
+from django_distlock.engine.waiting import Wait
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
@@ -243,22 +245,10 @@ def test_a_greenlet_that_waits_for_it_costs_no_other_its_lease(
 def test_ctrl_c_ends_the_wait_for_it_and_the_transaction(
     database: str, another: Another, name: str
 ) -> None:
-    observer, me = another(database), threading.get_ident()
-
-    def press() -> None:
-        eventually(lambda: waits_for_a_row(observer))
-        signal.pthread_kill(me, signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
-    try:
-        with held_elsewhere(database, name):
-            pressed = crew.start(press)
-            with pytest.raises(KeyboardInterrupt), transaction.atomic(using=database):
-                transaction_lock(name, using=database, timeout=20)
-            pressed.result(10)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with held_elsewhere(database, name), ctrl_c_while_waiting(another(database)):
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database, timeout=20)
 
     # Not when the server had answered.
     assert time.monotonic() - began < 15
@@ -266,12 +256,43 @@ def test_ctrl_c_ends_the_wait_for_it_and_the_transaction(
     eventually(lambda: is_free(database, name), 5)
 
 
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_ctrl_c_ends_the_wait_as_on_mysql_which_is_told_its_old_limit_after_it(
+    database: str, another: Another, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = connections[database]
+    monkeypatch.setattr(connection, "mysql_is_mariadb", False)
+    with held_elsewhere(database, name), ctrl_c_while_waiting(another(database)):
+        with transaction.atomic(using=database), connection.cursor() as cursor:
+            OnMySQL(connection, name, Wait(20)).lock(cursor)
+
+
+@contextmanager
+def ctrl_c_while_waiting(observer: BaseDatabaseWrapper) -> Iterator[None]:
+    """Interrupt the block when the server makes it wait for a row; it must raise KeyboardInterrupt."""
+    me = threading.get_ident()
+
+    def press() -> None:
+        eventually(lambda: waits_for_a_row(observer))
+        signal.pthread_kill(me, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        pressed = crew.start(press)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        pressed.result(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def waits_for_a_row(observer: BaseDatabaseWrapper) -> bool:
     """Return whether the server makes anybody wait for a row."""
     statement = {
         "postgresql": "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'",
         "mysql": "SELECT 1 FROM information_schema.processlist"
-        " WHERE info LIKE '%% FOR UPDATE WAIT %%' AND id != connection_id()",
+        " WHERE info LIKE '%% FOR UPDATE%%' AND id != connection_id()",
     }[observer.vendor]
     with observer.cursor() as cursor:
         cursor.execute(statement, [])
