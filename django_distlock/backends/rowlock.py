@@ -143,8 +143,7 @@ class Taker(ABC):
             if not self.wait.is_over:
                 wait_graph.begin(waiter)
             with self.backend._own.translated():  # noqa: SLF001 - our own
-                self.check_isolation()
-                self.backend.make_row(self.key, self.name)
+                self.prepare()
                 while not self._lock_row():
                     self.backend.make_row(self.key, self.name)
         finally:
@@ -152,7 +151,7 @@ class Taker(ABC):
         _note(self.connection, self._lock, waiter.caller)
 
     @abstractmethod
-    def check_isolation(self) -> None:
+    def prepare(self) -> None:
         """Raise LockError if the transaction could read data from before the lock is ours."""
 
     @abstractmethod
@@ -191,7 +190,7 @@ class Taker(ABC):
 class OnPostgreSQL(Taker):
     """Refuses snapshots, which are taken before the wait for the row: they lack what the last holder has committed."""
 
-    def check_isolation(self) -> None:
+    def prepare(self) -> None:
         with self.connection.cursor() as cursor:
             cursor.execute("SHOW transaction_isolation")
             if cursor.fetchone()[0] in SNAPSHOT:
@@ -223,7 +222,8 @@ class OnPostgreSQL(Taker):
 class OnMySQL(Taker):
     """A locking read takes no snapshot here, so only statements before the lock matter."""
 
-    def check_isolation(self) -> None:
+    def prepare(self) -> None:
+        """Make the row, too: where none is, FOR UPDATE would lock the gap, and keep our other connection from making it."""
         is_mariadb = self.connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
         with self.connection.cursor() as cursor:
             # MySQL does not show whether the transaction has begun.
@@ -235,6 +235,7 @@ class OnMySQL(Taker):
             self.refuse_isolation(
                 "needs READ COMMITTED, or must be the first statement of the outermost atomic block"
             )
+        self.backend.make_row(self.key, self.name)
 
     def lock(self, cursor: CursorWrapper) -> bool:
         """Wait whole seconds on the server, and the rest by trying again."""

@@ -125,6 +125,17 @@ def test_a_lock_in_the_transaction_loses_none(database: str, name: str) -> None:
 # When it is taken, and when it is free.
 
 
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+def test_a_name_that_has_a_row_uses_up_no_other_id(database: str, name: str) -> None:
+    def take() -> list[tuple[Any, ...]]:
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database)
+        return ask(database, "SELECT last_value FROM django_distlock_methodlock_id_seq")
+
+    assert take() == take()
+
+
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 def test_it_is_held_to_the_very_end_of_the_outermost_block(
     database: str, name: str, ending: str
