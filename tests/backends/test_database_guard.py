@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
 
 from django_distlock import (
     LockError,
@@ -38,6 +39,13 @@ def rival(alias: str, name: str, ttl: float = 30) -> Request:
 def test_guard_outside_a_transaction_is_an_error(database: str, name: str) -> None:
     with lock(name, using=database) as lease, pytest.raises(LockError, match="inside atomic"):
         lease.guard(using=database)
+
+
+def test_guard_in_a_broken_transaction_is_django_s_own_error(database: str, name: str) -> None:
+    with lock(name, using=database) as lease, transaction.atomic(using=database):
+        transaction.set_rollback(True, using=database)
+        with pytest.raises(TransactionManagementError, match="end of the 'atomic' block"):
+            lease.guard(using=database)
 
 
 @pytest.mark.server

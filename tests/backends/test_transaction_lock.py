@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
 
 from django_distlock import (
     LockDeadlock,
@@ -213,6 +214,13 @@ def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
     with held_elsewhere(database, name):
         # A busy machine is late now and then.
         eventually(lambda: max(apart(database, partial(wait, 1.5), wait_behind)) < 0.5, 15)
+
+
+def test_a_broken_transaction_is_told_by_django_s_own_error(database: str, name: str) -> None:
+    with transaction.atomic(using=database):
+        transaction.set_rollback(True, using=database)
+        with pytest.raises(TransactionManagementError, match="end of the 'atomic' block"):
+            transaction_lock(name, using=database)
 
 
 @contextmanager

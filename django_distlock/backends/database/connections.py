@@ -16,6 +16,7 @@ from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
 from django_distlock import conf
@@ -324,8 +325,8 @@ class OwnConnections:
         """Raise lock errors for database errors: Contended, LockOutcomeUnknown, LockBackendError."""
         try:
             yield
-        except LockError:
-            raise  # LockNotAcquired is a TimeoutError
+        except (LockError, TransactionManagementError):
+            raise  # LockNotAcquired is a TimeoutError; the other one is of the caller's own transaction
         except TimeoutError as error:
             raise self._lost(error) from root_cause(error)
         except (DatabaseError, InterfaceError) as error:
