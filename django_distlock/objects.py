@@ -56,7 +56,7 @@ class LockedObject(Generic[_M]):
         return f"<LockedObject {self._lock!r}>"
 
     def _read_under(self, lease: Lease) -> None:
-        """Read the instance again, but for a block in another one that has done it: what that has changed is kept."""
+        """Read the instance again, unless a block around this one has read it: what was changed there is kept."""
         # The state of an instance tells which one it is, also through a lazy one, such as request.user.
         state = self._instance._state  # noqa: SLF001 - documented
         using = fencing.written_database(self._instance)

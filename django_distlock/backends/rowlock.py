@@ -72,10 +72,10 @@ def transaction_lock(
     """Take the lock *name* in the transaction that is open on *using*, until its commit or rollback.
 
     LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can continue.
-    It is the lock of a RowLockBackend on *using*, with the KEY_PREFIX of the alias "default" if that is a function. It needs the isolation level READ COMMITTED, otherwise it
-    raises LockError; on MariaDB, any level if it is the first statement of the outermost atomic block. On
-    a Galera cluster it raises LockBackendError, as rows are locked on one node only. While Django's tests
-    run, it is in memory, and works on SQLite too.
+    It is the lock of a RowLockBackend on *using*, with the KEY_PREFIX of the alias "default" if that is a function.
+    It needs the isolation level READ COMMITTED, otherwise it raises LockError; on MariaDB, any level if it is the
+    first statement of the outermost atomic block. On a Galera cluster it raises LockBackendError, as rows are locked
+    on one node only. While Django's tests run, it is in memory, and works on SQLite too.
     """
     name, wait = checked_name(name), Wait(optional_seconds(timeout, "timeout"))
     connection = connections[using]
@@ -197,7 +197,7 @@ class OnPostgreSQL(Taker):
                 self.refuse_isolation("needs READ COMMITTED on PostgreSQL")
 
     def lock(self, cursor: CursorWrapper) -> bool:
-        """Restore both limits: that of the statement by itself, as it counts on, and lock_timeout after it."""
+        """Restore statement_timeout within the waiting statement, whose own limit stays, and lock_timeout after it."""
         left, waits = self.wait.left, not self.wait.is_over
         longest = None if left is None else left + BESIDE_WAIT
         limits = {

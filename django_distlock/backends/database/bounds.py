@@ -47,7 +47,7 @@ LONGEST_SELECT = 2_000_000.0
 CANCEL = 10.0
 
 
-#: Where proxies keep what is inside: those of wrapt, which agents use, and those of SQLAlchemy's pools.
+#: The attributes with the wrapped connection, of the proxies of wrapt, which agents use, and of SQLAlchemy's pools.
 _INSIDE = ("__wrapped__", "driver_connection")
 
 
@@ -139,7 +139,7 @@ def is_cut(connection: BaseDatabaseWrapper) -> bool:
 def is_under_way(connection: BaseDatabaseWrapper) -> bool:
     """Return True if the server is running a request that it can be told to end; no I/O.
 
-    Not that of a pooler, whose number for a session is not the server's; not one that was cut, which the server notices.
+    False behind a pooler, whose session numbers are not the server's, and after cut(), which the server notices itself.
     """
     server = getattr(connection.connection, "pgconn", None)
     if server is None:
@@ -154,7 +154,7 @@ def is_under_way(connection: BaseDatabaseWrapper) -> bool:
 def cancel(connection: BaseDatabaseWrapper, another: Callable[[], Any]) -> None:
     """Ask the server to end the running request; by *another* connection, if need be.
 
-    It is given longer than a request: nobody waits for this, and a session that is not ended stays.
+    It may take longer than a request: nobody waits for it, and a session that is not ended would stay.
     """
     raw: Any = connection.connection
     with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
@@ -192,7 +192,7 @@ def keep_alive(connection: BaseDatabaseWrapper) -> None:
 
 @contextmanager
 def _line(number: int) -> Iterator[_socket.socket]:
-    # Not socket.socket, which gevent replaces: its own makes the driver's descriptor non-blocking.
+    # Not socket.socket: that of gevent would make the driver's descriptor non-blocking.
     line = _socket.socket(fileno=_socket.dup(number))
     try:
         yield line

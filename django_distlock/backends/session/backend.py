@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 #: How many connections serve the statements beside the sessions.
 BESIDE = 4
-#: Part of its ttl that a lease may be shorter for having waited: another request would cost each waiter more.
+#: A wait that took less than this part of the ttl only makes the lease shorter: a request would cost more.
 SHORT_WAIT = 0.05
-#: What a signal handler, or a finalizer, is told that would ask on a connection in the midst of a request.
+#: The error for a signal handler or finalizer that needs a connection on which its own thread is in a request.
 INTERRUPTS = "this code has interrupted its own thread in the midst of a request of the same lock"
 
 
@@ -110,7 +110,7 @@ class SessionBackend(BaseDatabaseBackend):
         try:
             return self._ask_on(session, verb, left, to_wait=to_wait)
         except LockBackendError:
-            # An idle connection may have died unseen, or a new one as it was opened; what it did not get it does not hold.
+            # An idle connection had died, or a new one died while it was opened. It holds no lock, so try another one.
             if not session.was_cut or (to_wait and session.is_open):
                 raise
         return self._ask_on(session, verb, left, to_wait=to_wait)
@@ -145,7 +145,7 @@ class SessionBackend(BaseDatabaseBackend):
             if request.owner in self._released:
                 return Release.RELEASED
             return Release.GONE if self.probe(request) is None else Release.TAKEN
-        # First, for whoever asks is_session_over() before the lease knows that it is released.
+        # Before the session ends: is_session_over() may be asked before the lease knows of its release.
         self._released.add(request.owner)
         is_freed = self._free(session)
         if request.shared and self.supports_listing:
@@ -206,7 +206,7 @@ class SessionBackend(BaseDatabaseBackend):
     def _open(self, session: DatabaseSession, left: float | None, *, to_wait: bool) -> None:
         """Give *session* its connection; NotSent if none comes free in the *left* seconds that its caller has.
 
-        Whoever is *to_wait* gets none that died while it was idle: else that is found out by asking.
+        With *to_wait*, test an idle connection before it is used; otherwise the first statement finds a dead one.
         """
         if len(self._sessions) >= self.options.max_connections:
             self._close_ended()
@@ -230,7 +230,7 @@ class SessionBackend(BaseDatabaseBackend):
         session.is_open = True
 
     def _close_ended(self) -> None:
-        """Close what the server has ended, if no release of a lost lease has: it is nobody's any more, and takes a place."""
+        """Close sessions that the server has ended and no release has closed: they count towards max_connections."""
         for each in [each for each in list(self._sessions.values()) if each.is_over]:
             self._close(each, is_sound=False)
 
@@ -276,7 +276,7 @@ class SessionBackend(BaseDatabaseBackend):
         answer = self.server.take(session, patience)
         if answer is None:
             self.make_row(request.key, request.name)
-        # A row that was just made may be free, and one that was only looked at: who waits is told of that.
+        # Try again if the row has just been made, or if there is no wait: a look at a row locks it for a moment.
         is_only_try = left == 0 and self.needs_row
         if answer is None or (is_only_try and isinstance(answer, Busy)):
             answer = self.server.take(session, patience)
@@ -290,8 +290,8 @@ class SessionBackend(BaseDatabaseBackend):
             while (answer := self.server.wait(session, wait)) is None:
                 self.make_row(request.key, request.name)
             if isinstance(answer, Grant):
-                # The server counts the silence from the grant, which was at some time since *began*: after a
-                # long wait it hears a word, and counts from that.
+                # The server counts the silence from the grant, whose time is not known. After a long wait, send
+                # a request, from which it counts again.
                 start = clock.lease_time()
                 if start - began > request.ttl * SHORT_WAIT:
                     self.server.keep(session, request.ttl)
@@ -303,7 +303,7 @@ class SessionBackend(BaseDatabaseBackend):
     def _completed(
         self, session: DatabaseSession, answer: Grant | Busy, patience: float
     ) -> Grant | Busy:
-        """Return *answer* with what stands in the tables: a new token, or who had it last."""
+        """Return *answer* with a new token, or with the last holder, both from the tables."""
         request = session.request
         if not self.supports_fencing:
             return answer
@@ -318,7 +318,7 @@ class SessionBackend(BaseDatabaseBackend):
                 return Busy()
             answer = Grant(token, answer.start)
         if request.shared:
-            # Each is written down, since the counter has place for the last one only.
+            # Each reader has a row of its own, since the counter names only the last one.
             reader = reader_key(request.key, session.owner_digest)
             known = {"key": reader, "token": answer.token, "holder": session.record()}
             self._insist(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
@@ -358,7 +358,7 @@ class SessionBackend(BaseDatabaseBackend):
             start = clock.lease_time()
             # An extension never shortens.
             seconds = max(request.ttl, session.ends - start)
-            # There is no other session to ask by: a slow server is given time.
+            # Only this session can extend the lock, so a slow server gets more time.
             usually = self.options.io_timeout
             longest = max(usually, request.ttl / 3)
             try:
@@ -394,7 +394,7 @@ class SessionBackend(BaseDatabaseBackend):
                 except LockBackendError as error:
                     if not is_cut(session.connection):
                         raise
-                    # It was there until it was given back, as far as anybody can know, and is free by now.
+                    # As far as we know, the connection broke after the request: the lock was held, and is free now.
                     is_answer_lost = not was_cut and not is_word_of_server(error)
             finally:
                 self._close(session, is_sound=is_freed)
@@ -402,14 +402,14 @@ class SessionBackend(BaseDatabaseBackend):
 
     @contextmanager
     def _translated(self, session: DatabaseSession) -> Iterator[None]:
-        """Raise lock errors; a lock whose connection broke is not held, which is no unknown outcome."""
+        """Raise lock errors. The server drops a session's lock with its connection, so the outcome is known: not held."""
         try:
             with self._pool.translated():
                 yield
         except LockOutcomeUnknown as error:
             raise LockBackendError(self.alias, error.problem) from error
 
-    # What stands in the tables, by other connections.
+    # Statements on other connections.
 
     def make_row(self, key: str, name: str) -> None:
         """Make the lock's row if there is none, in a transaction of its own."""

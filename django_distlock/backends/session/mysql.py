@@ -50,7 +50,7 @@ WHERE method_name = %(key)s
 _WAITING = f"SELECT info FROM information_schema.processlist WHERE info LIKE '/*{PREFIX}%%'"
 _WAITS = re.compile(rf"/\*{PREFIX}(\S+)\*/")
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
-# One row if a session, as DatabaseSession.record() has written it, has acquired a lock since the one with %(token)s.
+# One row if the session in %(session)s, a pattern for DatabaseSession.record(), has acquired a lock after %(token)s.
 _WAS_USED = f"SELECT 1 FROM {COUNTER} WHERE value > %(token)s AND holder LIKE %(session)s LIMIT 1"
 
 
@@ -269,7 +269,7 @@ def _is_there(cursor: Any, number: int | None) -> bool:
 
 
 def _was_used_since(cursor: Any, occupant: Occupant) -> bool:
-    """Return True if the session has had another lock since: who has this one now has left no record."""
+    """Return True if the session has had another lock since, so that somebody else holds this one by now."""
     session = f'%"session":{occupant.session},%'
     cursor.execute(_WAS_USED, {"token": occupant.token, "session": session})
     return cursor.fetchone() is not None

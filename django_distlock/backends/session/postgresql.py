@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 LONGEST = 2**31 - 1
 _QUERY_CANCELED = "57014"
 
-# Lifts the limits that an operator may have set for everybody, none of which a healthy lock may end
-# by; has the server find a dead client soon. By name, as not every version has them all.
+# Lifts the time limits that an operator may have set for all sessions, because they would end a healthy lock; has
+# the server find a dead client soon. By name, as not every version has them all.
 _SETTLE = """
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
@@ -46,7 +46,7 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
 ) AS v (name, value) ON v.name = s.name
 """
 
-# Looks after clients that wait, and died: not every platform can.
+# Makes the server notice that a waiting client has died; not every platform can.
 _LOOK_AFTER_CLIENT = "SET client_connection_check_interval = '200ms'"
 
 # Raises the fencing token of %(key)s for %(holder)s. One row: the token. "settled" comes first.
@@ -55,35 +55,35 @@ _RAISE = f"""
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
     RETURNING value
 """
-# By another connection: "settled" makes it impatient, as guard() may hold the row.
+# On another connection: "settled" sets a short lock_timeout, as a guard() may have locked the row.
 _COUNT = f"""
 WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true)){_RAISE}"""
-# On the session itself, which has waited: as long as a waiter stays for it, within the $3 ms since its transaction began.
+# On the session itself, after its wait: for STAY seconds at most, and until $3 ms after its transaction began.
 _REST = f"greatest(1, least({STAY * 1000:g}, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text"
 _COUNT_HERE = _COUNT % {"key": "$1", "holder": "$2", "patience": _REST}
 _PREPARE_COUNT = f"PREPARE distlock_count(text, text, int) AS {_COUNT_HERE}"
 
 _CREATE = f"{CREATE[0].format(now='clock_timestamp()')} ON CONFLICT (method_name) DO NOTHING"
 
-# The sessions of this kind: whether they hold, the sessions that they wait for, and label. Other users' states are hidden.
-# A label says what was asked for: a waiter has it before it blocks, and a refused session until its ROLLBACK.
+# Each session with one of our labels: whether it holds a lock, the sessions that it waits for, and its label. The state
+# of other users' sessions is hidden. A waiter has its label before it blocks, a refused session until its ROLLBACK.
 _NEIGHBOURS = f"""
 SELECT {{holds}}, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END, application_name
 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
 """
 
-# Waits until it is gone, for so many milliseconds.
+# Ends a session by its label, and waits until it is gone, for so many milliseconds.
 _END = """
 SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE application_name LIKE %(label)s
 """
 
-# In the statement that waits for a row: changes the limit for those that follow it; its own goes on.
-# lock_timeout is no limit for it, as it begins again when it has waited for those before it, or for another holder.
+# Part of the statement that waits for a row: changes the limit of the statements after it; its own stays.
+# lock_timeout cannot limit the wait, because it begins again with each transaction that is waited for.
 UNLIMITED = "set_config('statement_timeout', %s, true)"
-# After it, in the same request: one row if the row is locked. A limit that ran out at that moment ends this statement,
-# not the first one of the holder.
+# Follows it in the same request: one row if the lock was granted. A timeout that fires just after the grant ends this
+# statement, and not the first one of the new holder.
 _IS_LOCKED = "SELECT 1 WHERE current_setting('statement_timeout') = '0'"
-# Each session plans them once: who has the row is waited for, or passed by; and who had it last, if there is a row.
+# Prepared once for each session: lock the row, after a wait or never; read the last holder, if there is a row.
 _PREPARE_ROWS = (
     f"PREPARE distlock_row(text) AS SELECT c.holder FROM {LOCK} AS l LEFT JOIN {COUNTER} AS c"
     " ON c.method_name = l.method_name WHERE l.method_name = $1;"
@@ -272,7 +272,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-            # A guard() holds the token: the statement has failed, and what it had locked is locked still.
+            # A guard() has locked the token. The statement has failed, but the session lock that it took remains.
             self.free(session)
             return Busy()
         if is_taken:

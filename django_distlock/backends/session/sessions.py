@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .occupants import Counted
 
-#: Seconds to wait for a fencing token that a guard() holds: a mere look, and while waiting anyway.
+#: Seconds to wait for a fencing token that a guard() has locked: for a single try, and for a waiter.
 LOOK, STAY = 0.05, 1.0
 #: The prefix of labels of sessions.
 PREFIX = "distlock:"
