@@ -238,6 +238,7 @@ class _Ends:
                 self._end(is_committed=False)
 
     def commit(self) -> None:
+        self._outcome = False  # if it fails: Django rolls back after most errors, but not after an InterfaceError
         self._django["commit"]()
         self._outcome = True
         self._end(_BY_HAND, is_committed=True)

@@ -6,7 +6,7 @@ import random
 import time
 import uuid
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -375,6 +375,18 @@ def lose_connection(alias: str, name: str) -> None:
     connection.close()
 
 
+def lose_connection_before_commit(alias: str, name: str) -> None:
+    connection = connections[alias]
+    with pytest.raises((DatabaseError, InterfaceError)), transaction.atomic(using=alias):
+        take_until_commit(alias, name)
+        kill_session(connection)
+        with suppress(DatabaseError, InterfaceError):
+            Account.objects.using(alias).count()
+    is_kept = ask_elsewhere(alias, name)
+    connection.close()
+    assert not is_kept
+
+
 def lose_connection_after_commit(alias: str, name: str) -> None:
     connection = connections[alias]
     before = connection._commit  # type: ignore[attr-defined]  # not in the stubs
@@ -409,7 +421,8 @@ def kill_session(connection: BaseDatabaseWrapper) -> None:
 
 
 ENDINGS = [
-    *(commit, roll_back, lose_connection, lose_connection_after_commit),
+    *(commit, roll_back),
+    *(lose_connection, lose_connection_before_commit, lose_connection_after_commit),
     *(roll_back_savepoint, roll_back_savepoint_of_the_release),
     *(commit_by_hand, commit_by_hand_again, roll_back_by_hand, close_by_hand),
     *(roll_back_savepoint_by_hand, commit_inner_block_by_hand),
