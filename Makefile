@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture model see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,6 +48,10 @@ simulate: $(VENV)/.installed-dev ## run a million schedules of the engine in sim
 
 torture: all-installed ## real servers and processes that fail for some minutes, on every backend (ARGUMENTS="--minutes 60 --backend redis")
 	$(BIN)/python -m tests.torture $(ARGUMENTS)
+
+model: ## search a model of the lease and the fence completely with Spin, in two minutes (ONLY="words of a variation")
+	tools/install-debian-packages spin gcc
+	$(PYTHON) model/check.py "$(ONLY)" $(if $(FOLDER),--folder "$(FOLDER)")
 
 see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see its tests fail (ONLY="words of its name")
 	$(BIN)/python -m tests.protections $(if $(ONLY),"$(ONLY)")
