@@ -34,6 +34,7 @@ def main() -> int:
         minutes=arguments.minutes,
         seed=arguments.seed,
         folder=arguments.folder,
+        history=arguments.history,
         report=arguments.report,
         beside=arguments.beside,
     )
@@ -47,6 +48,11 @@ def _arguments() -> argparse.Namespace:
     add("--backend", action="append", default=[], help="one of the backends; may be repeated")
     folder = Path(tempfile.gettempdir()) / f"torture-{os.getpid()}"
     add("--folder", type=Path, default=folder, help="where the histories go (default: %(default)s)")
+    add(
+        "--history",
+        type=Path,
+        help="write each history to one file too, such as histories/{backend}.jsonl.gz",
+    )
     add("--report", type=Path, help="a page to write, in Markdown")
     add("--beside", type=Path, help="a folder with another version's django_distlock, for every second worker")
     add("--again", action="store_true", help="only write the page of the run that is in the folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import threading
@@ -11,6 +12,8 @@ from typing import Any
 
 from django_distlock.ground import clock
 
+#: The number of the format that tests/torture/README.md describes.
+FORMAT = 1
 #: What a file of a history ends with.
 SUFFIX = ".jsonl"
 
@@ -53,6 +56,18 @@ def read(folder: Path) -> list[Event]:
     """Return all events of all workers, in the order of time."""
     events = [event for path in folder.glob(f"*{SUFFIX}") for event in _events(path)]
     return sorted(events, key=lambda event: event.at)
+
+
+def pack(folder: Path, file: Path) -> None:
+    """Write the events of all workers to one *file*, in the order of time; compressed if its name ends with ".gz"."""
+    lines = (
+        json.dumps({"at": event.at, "kind": event.kind, "worker": event.worker, **event.details})
+        for event in read(folder)
+    )
+    text = "".join(f"{line}\n" for line in lines).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Without the time of now, the same history is the same file.
+    file.write_bytes(gzip.compress(text, mtime=0) if file.suffix == ".gz" else text)
 
 
 def _events(path: Path) -> list[Event]:

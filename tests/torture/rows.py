@@ -32,21 +32,24 @@ def make(lock: str) -> None:
         Account.objects.using(STORE).create(name=f"{lock}:{kind}", opening_balance=0, balance=0)
 
 
-def raise_claimed(lock: str, lease: Lease, work: Callable[[], object]) -> None:
-    """Claim the row, read it by that, *work*, and write it one higher; StaleFencingToken if a later holder has claimed it."""
+def raise_claimed(lock: str, lease: Lease, work: Callable[[], object]) -> int:
+    """Claim the row, read it by that, *work*, write it one higher and return that; StaleFencingToken if a later holder has claimed it."""
     row = lease.claim(_row(lock, "claimed"))
     work()
     row.balance += ONE
     with _with_receipt(row):
         row.save(using=STORE)
+    return int(row.balance)
 
 
-def raise_unfenced(lock: str, work: Callable[[], object]) -> None:
-    """Read the row, *work*, and write the row one higher."""
+def raise_unfenced(lock: str, work: Callable[[], object]) -> int:
+    """Read the row, *work*, write the row one higher, and return that."""
     row = _row(lock, "unfenced")
     work()
+    balance = row.balance + ONE
     with _with_receipt(row):
-        Account.objects.using(STORE).filter(pk=row.pk).update(balance=row.balance + ONE)
+        Account.objects.using(STORE).filter(pk=row.pk).update(balance=balance)
+    return int(balance)
 
 
 def counts(lock: str) -> dict[str, tuple[int, int]]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import django
 
+import django_distlock
 from tests.fixtures.postgres import PostgreSQL
 from tests.torture.arenas import postgres_database
 from tests.torture.checker import Verdict, check
 from tests.torture.crew import Crew
-from tests.torture.history import Writer, read
+from tests.torture.history import FORMAT, Writer, read
 from tests.torture.nemesis import Nemesis, longest_clock_error
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ def run(
         stack.callback(history.close)
         history.write(
             "arena",
+            format=FORMAT,
+            backend=name,
+            release=django_distlock.__version__,
+            ttl=arena.ttl,
             seed=seed,
             day=datetime.now(UTC).date().isoformat(),
             versions=[*arena.versions, *software()],

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from tests.fixtures.warm import WarmParent
 from tests.torture.arenas import ARENAS, CONTROLS
+from tests.torture.history import pack
 from tests.torture.report import page
 from tests.torture.run import Result, result_of, run, store
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.fixtures.postgres import PostgreSQL
     from tests.torture.arenas import Make
 
@@ -31,15 +31,24 @@ def torture(
     seed: int,
     folder: Path,
     report: Path | None,
+    history: Path | None = None,
     beside: Path | None = None,
 ) -> int:
-    """Torture the arenas with these *names*, or all, for so many *minutes*; return 1 if a promise was broken."""
+    """Torture the arenas with these *names*, or all, for so many *minutes*; return 1 if a promise was broken.
+
+    *history*: what pack() is to write, with "{backend}" for the name of the arena.
+    *beside*: see run().
+    """
     chosen = names or [*ARENAS]
     seconds = minutes * 60 / len(chosen)
     _console.print(f"seed {seed}, {seconds:.0f} s each, histories in {folder}")
     with store() as rows:
         tried = partial(_tried, rows=rows, seed=seed, beside=beside)
-        results = [tried(ARENAS[name], folder / name, seconds=seconds) for name in chosen]
+        results = []
+        for name in chosen:
+            results.append(tried(ARENAS[name], folder / name, seconds=seconds))
+            if history is not None:
+                pack(folder / name, Path(str(history).replace("{backend}", name)))
         if report is not None:
             for name, make in CONTROLS.items():
                 tried(make, folder / name, seconds=SECONDS_OF_CONTROL)

@@ -195,12 +195,13 @@ class Worker:
             watched = partial(self._work, id_, lease, seconds)
             if not wish.writes:
                 watched()
-            elif self.config["careless"]:
-                rows.raise_unfenced(wish.lock, partial(time.sleep, seconds))
             else:
-                rows.raise_unfenced(wish.lock, watched)
+                sleep = partial(time.sleep, seconds)
+                work = sleep if self.config["careless"] else watched
+                self._write(id_, "unfenced", partial(rows.raise_unfenced, wish.lock, work))
                 if self.config["fencing"]:
-                    rows.raise_claimed(wish.lock, lease, partial(time.sleep, seconds))
+                    claimed = partial(rows.raise_claimed, wish.lock, lease, sleep)
+                    self._write(id_, "claimed", claimed)
             self._check(id_, lease)
         except StaleFencingToken:
             self.history.write("stale", id=id_)
@@ -219,6 +220,11 @@ class Worker:
         while (left := ends - time.monotonic()) > 0:
             time.sleep(min(left, LOOK))
             self._check(id_, lease)
+
+    def _write(self, id_: str, row: str, write: Callable[[], int]) -> None:
+        before = clock.lease_time()
+        value = write()
+        self.history.write("wrote", id=id_, row=row, began=before, value=value)
 
     def _check(self, id_: str, lease: Lease) -> None:
         before = clock.lease_time()
