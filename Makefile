@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+RELEASE = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' django_distlock/__init__.py)
+SEED := $(shell date +%Y%m%d)
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture model see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture histories model see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,6 +50,10 @@ simulate: $(VENV)/.installed-dev ## run a million schedules of the engine in sim
 
 torture: all-installed ## real servers and processes that fail for some minutes, on every backend (ARGUMENTS="--minutes 60 --backend redis")
 	$(BIN)/python -m tests.torture $(ARGUMENTS)
+
+histories: all-installed ## torture every backend, and keep what anybody can check (SEED=7 ARGUMENTS="--minutes 60")
+	$(BIN)/python -m tests.torture --seed $(SEED) --history 'histories/$(RELEASE)-$(SEED)/{backend}.jsonl.gz' $(ARGUMENTS)
+	tools/check-history histories/$(RELEASE)-$(SEED)/*.jsonl.gz
 
 model: ## search a model of the lease and the fence completely with Spin, in two minutes (ONLY="words of a variation")
 	tools/install-debian-packages spin gcc

@@ -42,6 +42,19 @@ A checker then reads these files, and nothing else:
 After a fault for which [the guarantees](guarantees.md#what-each-fault-leads-to) say F or B, two holders at once are allowed, for at most one ttl; they are counted.
 The checker is tested on histories made by hand, good and bad, and by two controls that it must find: no lock at all, and a lock whose holders are stopped for longer than the ttl and write without a check or a fence.
 A short run is part of `make test`.
+
+## Check it yourself
+
+`make histories` runs the torture on every backend, and keeps what the processes wrote in `histories/`, in a folder named after the release and the seed: one compressed file of JSON lines for each backend.
+Each release publishes that folder with its other files; the first line of each file has the release, the seed, the day and the versions of all software.
+
+```shell
+tools/check-history histories/*/*.jsonl.gz
+```
+
+This second checker needs Python and nothing else: no server, and not this package.
+It was written from the description of the format (`tests/torture/README.md` in the repository) alone, without the code of the first one, and looks at the intervals in which holders were sure, at the order of tokens and at each value of the claimed rows.
+Twenty mistakes are planted in a recorded history, and it must find each of them: a release that does not compare the owner, a lease that is renewed after its loss, a deadline that counts from the reply, a token that falls, a value that is written twice.
 """
 RESULTS = (
     "Backend",
