@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.pages import ROOT
 from tests.fixtures.postgres import PostgreSQL
 from tests.torture.arenas import ARENAS, CONTROLS, Make
 from tests.torture.checker import Verdict
+from tests.torture.history import pack
 from tests.torture.run import run, store
 
 pytestmark = [
@@ -41,7 +45,18 @@ def test_no_promise_is_broken_while_processes_lines_and_the_server_fail(
 def _tortured(name: str, make: Make, rows: PostgreSQL, folder: Path, seconds: float) -> Verdict:
     there = folder / name
     there.mkdir()
-    return run(make, rows, there, seconds=seconds, seed=SEED).verdict
+    verdict = run(make, rows, there, seconds=seconds, seed=SEED).verdict
+    assert _second_checker_finds_something(there) == bool(verdict.findings)
+    return verdict
+
+
+def _second_checker_finds_something(folder: Path) -> bool:
+    file = folder.with_suffix(".jsonl.gz")
+    pack(folder, file)
+    command = [sys.executable, str(ROOT / "tools" / "check-history"), str(file)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not checked.stderr
+    return bool(checked.returncode)
 
 
 def test_the_checker_finds_that_there_is_no_lock(rows: PostgreSQL, tmp_path: Path) -> None:
