@@ -342,19 +342,33 @@ def _respond(
     status: int, template: str, busy: LockNotAcquired, /, *args: Any, **kwargs: Any
 ) -> HttpResponse:
     response: HttpResponse
-    if _wants_json(args):
-        problem = {"type": "about:blank", "title": _TITLE, "status": status}
-        response = JsonResponse(problem, status=status, content_type=_TYPES[2])
-    elif template and (request := find_request(args)) is not None:
+    request = find_request(args)
+    if template and request is not None and not _wants_json(args):
         # Django renders it after the view, outside the event loop if the view is async.
         response = TemplateResponse(request, template, {"busy": busy}, status=status)
     else:
-        plain = "text/plain; charset=utf-8"
-        response = HttpResponse(_TITLE, status=status, content_type=plain)
-    if busy.remaining is not None:
-        longest = math.inf if busy.reserved_until else LONGEST_RETRY_AFTER
-        response["Retry-After"] = str(max(1, math.ceil(min(busy.remaining, longest))))
+        response = problem(args, status, _TITLE)
+    if later := retry_after(busy):
+        response["Retry-After"] = later
     return response
+
+
+def problem(
+    args: tuple[Any, ...], status: int, title: object, kind: str = "about:blank"
+) -> HttpResponse:
+    """Refuse the request in *args*: with problem details of the type *kind* if its client prefers JSON, else with the title."""
+    if _wants_json(args):
+        details = {"type": kind, "title": title, "status": status}
+        return JsonResponse(details, status=status, content_type=_TYPES[2])
+    return HttpResponse(title, status=status, content_type="text/plain; charset=utf-8")
+
+
+def retry_after(busy: LockNotAcquired) -> str:
+    """Return the value of Retry-After, "" if the end of the holder's lease is not known."""
+    if busy.remaining is None:
+        return ""
+    longest = math.inf if busy.reserved_until else LONGEST_RETRY_AFTER
+    return str(max(1, math.ceil(min(busy.remaining, longest))))
 
 
 def retry(countdown: float | timedelta | None = None, **options: Any) -> Policy:
@@ -427,9 +441,11 @@ class RequestTransactions:
         self._view = view
         self.exempt = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
 
-    def inside(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the view inside the transactions of its request; without a request, the function itself."""
-        body = self._view
+    def inside(
+        self, args: tuple[Any, ...], body: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """Return the view, or *body*, inside the transactions of its request; without a request, the function itself."""
+        body = body or self._view
         for alias in self._aliases(args):
             body = transaction.atomic(using=alias)(body)
         return body

@@ -68,13 +68,9 @@ def still_open(marks: Collection[Any] | None) -> list[BaseDatabaseWrapper]:
 
 def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> None:
     """Release *lease* when the transactions of *open_ones* have ended; a rollback counts as an error."""
-    number, ends = len(open_ones), list[bool]()
 
     def release(is_committed: bool) -> None:
-        ends.append(is_committed)
-        if len(ends) < number:
-            return
-        lease.note_end(is_committed=all(ends))
+        lease.note_end(is_committed=is_committed)
         try:
             if lease.is_entered:
                 lease.release_now()
@@ -87,8 +83,23 @@ def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> No
             )
 
     lease.await_end()
+    call_at_end(open_ones, release)
+
+
+def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool], None]) -> None:
+    """Call *then* when the transactions of *open_ones* have ended, with True if all were committed.
+
+    What waits for the same end is called in the order in which it began to wait.
+    """
+    ends = list[bool]()
+
+    def note(is_committed: bool) -> None:
+        ends.append(is_committed)
+        if len(ends) == len(open_ones):
+            then(all(ends))
+
     for connection in open_ones:
-        _Ends.of(connection).wait(release)
+        _Ends.of(connection).wait(note)
 
 
 def call_at_rollback(then: Callable[[], object]) -> None:

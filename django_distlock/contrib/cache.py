@@ -70,7 +70,7 @@ def get_or_compute(
         return value
     finally:
         if lease is not None:
-            with _noted(lease):
+            with noted(lease):
                 lease.release_now()  # the value is in the cache, whatever transaction is open
 
 
@@ -107,7 +107,7 @@ async def aget_or_compute(
         return value
     finally:
         if lease is not None:
-            with _noted(lease):
+            with noted(lease):
                 await lease.arelease()
 
 
@@ -167,7 +167,7 @@ def _fresh(copy: _Copy | None) -> _Copy | None:
 
 
 @contextmanager
-def _noted(lease: Lease) -> Iterator[None]:
+def noted(lease: Lease) -> Iterator[None]:
     """Log that *lease* was lost or could not be released: the value was computed all the same."""
     try:
         yield
