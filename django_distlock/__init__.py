@@ -76,6 +76,7 @@ _ELSEWHERE = {
     "contrib.debug_toolbar": ("LocksPanel",),
     "contrib.editing": ("EditLock", "edit_lock", "edit_lock_view"),
     "contrib.editing.admin": ("EditLockMixin",),
+    "contrib.idempotency": ("idempotent",),
     "contrib.opentelemetry": ("instrument", "uninstrument"),
     "contrib.tasks": ("unique_task",),
     "models": ("FenceField", "FencedModel"),

@@ -74,6 +74,7 @@ def _check_declared() -> Iterator[CheckMessage]:
     with suppress(Exception):
         import_module(settings.ROOT_URLCONF)
     for each in sorted(declared, key=lambda each: each.title):
+        yield from getattr(each, "check", tuple)()
         # Wrong settings are reported as those of their alias.
         with suppress(InvalidLockBackend):
             if each.using not in [*locks, DEFAULT_ALIAS]:

@@ -60,6 +60,7 @@ from django_distlock.contrib.celery import attached, handover, unique_task
 from django_distlock.contrib.editing import EditLock, edit_lock
 from django_distlock.contrib.editing.admin import EditLockMixin
 from django_distlock.contrib.health_check import Locks
+from django_distlock.contrib.idempotency import idempotent
 from django_distlock.engine.values import Held
 from django_distlock.lock_set import LockSet
 from django_distlock.models import FencedModel
@@ -275,6 +276,29 @@ async def get_a_value() -> None:
         wait=None,
         if_down="compute",
     )
+
+
+def scope_of(request: HttpRequest) -> str:
+    return request.path
+
+
+@idempotent(keep=timedelta(days=1), cache="answers", using="redis", scope=scope_of)
+def idempotent_view(request: HttpRequest, number: int) -> HttpResponse:
+    return HttpResponse(number)
+
+
+@idempotent(keep=60, scope="all", required=False, if_down="run")
+async def idempotent_async_view(request: HttpRequest) -> HttpResponse:
+    return HttpResponse()
+
+
+@method_decorator(idempotent(), name="dispatch")
+class IdempotentView(View): ...
+
+
+async def call_idempotent_views(request: HttpRequest) -> None:
+    assert_type(idempotent_view(request, 7), HttpResponse)
+    assert_type(await idempotent_async_view(request), HttpResponse)
 
 
 def edit_an_object(request: HttpRequest, account: Account, form: ModelForm[Account]) -> None:

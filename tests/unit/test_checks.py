@@ -26,6 +26,7 @@ from pytest_django.fixtures import Settings
 from django_distlock import InvalidLockBackend, distributed_lock, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.checks import check_servers, check_settings
+from django_distlock.contrib.idempotency import idempotent
 from django_distlock.contrib.migrate.apps import check_migrate
 from django_distlock.contrib.once import Once
 from django_distlock.exceptions import DOCS
@@ -97,6 +98,38 @@ def test_views_are_told_also_if_nothing_has_imported_them(
     told = [each.msg for each in found() if each.msg.startswith("late_urls.")]
 
     assert told == ["late_urls.view(): DISTLOCK has no alias 'nowhere'."]
+
+
+def test_idempotent_views_are_told_whose_cache_forgets_their_answers(settings: Settings) -> None:
+    kinds = {
+        "fine": "redis.RedisCache",
+        "memory": "locmem.LocMemCache",
+        "nothing": "dummy.DummyCache",
+        "table": "db.DatabaseCache",
+        "large": "db.DatabaseCache",
+    }
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+    settings.CACHES = {
+        alias: {"BACKEND": f"django.core.cache.backends.{kind}"} for alias, kind in kinds.items()
+    }
+    settings.CACHES["large"]["OPTIONS"] = {"MAX_ENTRIES": 10_000}
+
+    def view(request: object) -> None: ...
+
+    views = [idempotent(cache=alias)(view) for alias in [*kinds, "none"]]
+
+    stored = f"{view.__module__}.{view.__qualname__}(): its answers are stored in the cache"
+    missing = f"{stored.partition(' its')[0]} 'cache' names 'none', but CACHES has"
+    assert sorted((each.id, each.msg) for each in found()) == [
+        ("distlock.E060", f"{missing} {', '.join(map(repr, kinds))}."),
+        ("distlock.E060", f"{stored} 'nothing', which stores nothing."),
+        ("distlock.W060", f"{stored} 'memory', which each process has for itself."),
+        (
+            "distlock.W060",
+            f"{stored} 'table', which deletes answers when it has more than 300 entries.",
+        ),
+    ]
+    del views
 
 
 # Aliases.

@@ -1,0 +1,491 @@
+"""@idempotent: a request that is sent again with the same Idempotency-Key gets the answer of the first one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.core.cache import DEFAULT_CACHE_ALIAS, caches
+from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.db import BaseDatabaseCache
+from django.core.cache.backends.dummy import DummyCache
+from django.core.cache.backends.filebased import FileBasedCache
+from django.core.cache.backends.locmem import LocMemCache
+from django.core.checks import CheckMessage, Error, Warning as CheckWarning
+from django.db import router
+from django.http import HttpRequest, HttpResponse
+from django.http.request import RawPostDataException
+from django.http.response import HttpResponseBase, ResponseHeaders
+from django.utils.translation import gettext_lazy
+
+from django_distlock.backends.cache_alias import cache_class
+from django_distlock.conf import DEFAULT_ALIAS, flag, seconds
+from django_distlock.decorators import (
+    Decorator,
+    RequestTransactions,
+    find_request,
+    is_async_view,
+    problem,
+    retry_after,
+)
+from django_distlock.exceptions import DOCS, LockBackendError, LockError, LockNotAcquired
+from django_distlock.ground.naming import title_of, warn
+from django_distlock.handler import declared
+from django_distlock.lock import Terms
+from django_distlock.transactions import call_at_end, still_open
+
+from .cache import noted
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from django_distlock.backends.base import BaseLockBackend
+    from django_distlock.engine.lease import Lease
+
+    Seconds = float | timedelta
+    Scope = str | Callable[[HttpRequest], str | Awaitable[str]] | None
+
+HEADER, REPLAYED = "Idempotency-Key", "Idempotency-Replayed"
+#: Bytes of a body that is stored; in the cache it is a third longer, and memcached takes no more than 1 MB.
+LARGEST = 500_000
+#: Visible ASCII without quotes, commas and backslashes: a String of RFC 8941 needs no escapes, and two headers
+#: that a server has joined are no key.
+_KEY = re.compile(r"[!#-+\--\[\]-~]{1,255}", re.ASCII)
+_SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
+#: Answers after which a client sends the same request again: to log in, or later.
+_PASSING = {401, 408, 409, 423, 425, 429}
+_PAGE = f"{DOCS}howto/idempotency.html#"
+#: What a refused request is told, by the anchor on that page.
+_TITLES = {
+    "missing-key": gettext_lazy("This request needs the header Idempotency-Key."),
+    "wrong-key": gettext_lazy(
+        "An Idempotency-Key has 1 to 255 visible ASCII characters, without quotes, commas and backslashes."
+    ),
+    "under-way": gettext_lazy(
+        "The first request with this Idempotency-Key is still being worked on; try again later."
+    ),
+    "other-request": gettext_lazy(
+        "This Idempotency-Key was used for a different request; use a new one."
+    ),
+    "too-large": gettext_lazy("This was done before, but its answer was too large to be kept."),
+    "unavailable": gettext_lazy(
+        "Whether this was done before cannot be found out now; try again later."
+    ),
+}
+#: Requests whose client may have gone: their tasks go on.
+_running: set[asyncio.Task[Any]] = set()
+
+
+def idempotent(
+    *,
+    keep: Seconds = timedelta(days=1),
+    cache: str = DEFAULT_CACHE_ALIAS,
+    using: str = DEFAULT_ALIAS,
+    scope: Scope = None,
+    required: bool = True,
+    if_down: Literal["refuse", "run"] = "refuse",
+) -> Decorator:
+    """Run a view once for each Idempotency-Key; repetitions get the stored answer, for *keep* seconds.
+
+    The answer is stored in the *cache*, under a lock of the alias *using*, after the transaction was committed.
+    Keys are those of the logged-in user; *scope* is a text instead, for keys of all clients, or a function of
+    the request that returns one. GET, HEAD, OPTIONS and TRACE pass.
+
+    *required*: whether a request without a key is refused (400), or passes. *if_down*: while the cache or the
+    lock server fails, "refuse" answers 503, "run" runs the view. ValueError for a request without a user.
+    """
+    lifetime = math.ceil(seconds(keep, "keep"))
+    if if_down not in {"refuse", "run"}:
+        raise ValueError(f'if_down must be "refuse" or "run", not {if_down!r}.')
+    if not (scope is None or callable(scope) or isinstance(scope, str)):
+        raise TypeError(f"scope must be a text or a function, not {scope!r}.")
+    flag(required, "required")
+
+    def decorate(view: Any) -> Any:
+        once = _Once(view, lifetime, cache, using, scope, required, if_down == "run")
+        is_async = iscoroutinefunction(view) or is_async_view(view)
+        wrapped = functools.wraps(view)((_async if is_async else _sync)(once))
+        if not is_async:
+            # Stops Django from beginning the transactions of ATOMIC_REQUESTS.
+            wrapped._non_atomic_requests = once.transactions.exempt  # type: ignore[attr-defined]  # noqa: SLF001
+        return wrapped
+
+    return decorate
+
+
+class _Once:
+    """A decorated view and the arguments of idempotent()."""
+
+    def __init__(  # noqa: PLR0917 - all of idempotent()
+        self,
+        view: Callable[..., Any],
+        keep: int,
+        cache: str,
+        using: str,
+        scope: Scope,
+        required: bool,
+        runs_if_down: bool,
+    ) -> None:
+        if isinstance(view, type):
+            msg = f'{title_of(view)} is a class: @method_decorator(idempotent(), name="dispatch").'
+            raise TypeError(msg)
+        self.view, self.title = view, title_of(view)
+        self.transactions = RequestTransactions(view)
+        self.keep, self.cache, self.using = keep, cache, using
+        self.scope, self._required, self.runs_if_down = scope, required, runs_if_down
+        self.terms = Terms(using=using, timeout=0, reentrant=False, template="idempotent:{key}")
+        declared.add(self)
+
+    def check_against(self, backend: BaseLockBackend) -> None:
+        self.terms.check_against(backend)
+
+    def check(self) -> Iterator[CheckMessage]:
+        """Report a cache that is missing, or forgets answers."""
+        hint = "Give it the alias of a cache that all processes share and that deletes nothing early: cache=."
+        what = f"{self.title}(): its answers are stored in the cache {self.cache!r}, "
+        try:
+            kind = cache_class(self.cache)
+        except (TypeError, ValueError) as error:
+            yield Error(f"{self.title}(): {error}", hint=hint, id="distlock.E060")
+            return
+        is_culled = issubclass(kind, BaseDatabaseCache | FileBasedCache)
+        options = caches.settings[self.cache].get("OPTIONS", {})
+        if issubclass(kind, DummyCache):
+            yield Error(f"{what}which stores nothing.", hint=hint, id="distlock.E060")
+        elif issubclass(kind, LocMemCache):
+            yield CheckWarning(
+                f"{what}which each process has for itself.", hint=hint, id="distlock.W060"
+            )
+        elif is_culled and "MAX_ENTRIES" not in options:
+            text = f"{what}which deletes answers when it has more than 300 entries."
+            yield CheckWarning(text, hint="Set OPTIONS 'MAX_ENTRIES'.", id="distlock.W060")
+
+    def checked(self, response: Any) -> Any:
+        """Return *response*; TypeError if its content cannot be stored."""
+        if not isinstance(response, HttpResponseBase):
+            raise TypeError(
+                f"{self.title}() returned {type(response).__name__}, no response: @idempotent is for views; "
+                "for django-ninja write @decorate_view(idempotent())."
+            )
+        if response.streaming:
+            response.close()
+            raise TypeError(
+                f"{self.title}() returned {type(response).__name__}, whose content is sent piece by piece: "
+                "idempotent() cannot store it; return HttpResponse(content)."
+            )
+        return response
+
+    def request_in(self, args: tuple[Any, ...]) -> HttpRequest:
+        if (request := find_request(args)) is None:
+            raise TypeError(f"idempotent() is for views, and {self.title}() got no request.")
+        return request
+
+    def key_in(self, args: tuple[Any, ...]) -> str | HttpResponse:
+        """Return the key of the request, "" if the request passes without one, or its refusal."""
+        request = self.request_in(args)
+        sent = request.headers.get(HEADER)
+        if request.method in _SAFE or (sent is None and not self._required):
+            return ""
+        if sent is None:
+            return refusal(args, 400, "missing-key")
+        key = sent.strip()
+        # The draft wants it in quotes, and most clients send it bare.
+        if len(key) > 1 and key[0] == key[-1] == '"':
+            key = key[1:-1]
+        return key if _KEY.fullmatch(key) else refusal(args, 400, "wrong-key")
+
+    def owner(self, request: Any) -> str:
+        """Return a text for whose the key is; ValueError if it is nobody's."""
+        return self._owned(self._scope(request))
+
+    async def aowner(self, request: Any) -> str:
+        if self._scope_is_user and hasattr(request, "auser"):
+            return self._owned(await request.auser())
+        found = self._scope(request)
+        return self._owned(await found if inspect.isawaitable(found) else found)
+
+    @property
+    def _scope_is_user(self) -> bool:
+        return self.scope is None
+
+    def _scope(self, request: Any) -> Any:
+        if self._scope_is_user:
+            return request.user
+        return self.scope(request) if callable(self.scope) else self.scope
+
+    def _owned(self, found: Any) -> str:
+        whose = getattr(found, "pk", None) if self._scope_is_user else found
+        if whose is None or whose == "" or not (self._scope_is_user or isinstance(whose, str)):
+            raise ValueError(
+                f"{self.title}(): a request is of nobody ({whose!r}), so clients would get each other's answers; "
+                "put @idempotent below what logs the user in, or give scope=."
+            )
+        return f"{'user' if self._scope_is_user else 'scope'} {whose}"
+
+
+class _CacheDown(Exception):
+    """The cache did not say whether it has an answer."""
+
+
+class _Asked:
+    """A request with a key: its lock, and its answer in the cache."""
+
+    def __init__(self, once: _Once, args: tuple[Any, ...], key: str, owner: str) -> None:
+        self._once, self._args = once, args
+        self._request = request = once.request_in(args)
+        self.cache: BaseCache = caches[once.cache]
+        # A token in the owner is shown nowhere.
+        digest = hashlib.sha256(json.dumps([owner, key]).encode()).hexdigest()
+        self._entry = f"idempotent:{digest}"
+        self._fingerprint = fingerprint(args)
+        terms = replace(once.terms, purpose=f"{request.method} {request.path}")
+        # With the prefix and version of the cache: the key of another tenant is another one.
+        self.lock = terms.lock(f"idempotent:{once.cache}:{self.cache.make_key(digest)}")
+
+    def begin(self, stack: ExitStack) -> HttpResponse | Lease | None:
+        """Return the answer to a repetition, a refusal, or the lease under which the view runs; None: it runs without one."""
+        try:
+            # In a table it is looked for under the lock alone: a transaction may go on reading what it has read.
+            if not self._is_in_transaction() and (answer := self._known()):
+                return answer
+            lease = stack.enter_context(self.lock)
+            return self._known() or lease  # the first request may have ended meanwhile
+        except (LockNotAcquired, LockBackendError, _CacheDown) as problem:
+            return self._without_lease(problem)
+
+    async def abegin(self, stack: AsyncExitStack) -> HttpResponse | Lease | None:
+        try:
+            if answer := await self._aknown():
+                return answer
+            lease = await stack.enter_async_context(self.lock)
+            return await self._aknown() or lease
+        except (LockNotAcquired, LockBackendError, _CacheDown) as problem:
+            return self._without_lease(problem)
+
+    def _known(self) -> HttpResponse | None:
+        with _reading():
+            return self._answer(self.cache.get(self._entry))
+
+    async def _aknown(self) -> HttpResponse | None:
+        with _reading():
+            return self._answer(await self.cache.aget(self._entry))
+
+    def _answer(self, stored: Any) -> HttpResponse | None:
+        if stored is None:
+            return None
+        answer = json.loads(stored)
+        if answer["request"] != self._fingerprint:
+            return refusal(self._args, 422, "other-request")
+        if answer["body"] is None:
+            return refusal(self._args, 410, "too-large")
+        response = HttpResponse(base64.b64decode(answer["body"]), status=answer["status"])
+        response.headers = ResponseHeaders({**answer["headers"], REPLAYED: "true"})
+        return response
+
+    def _without_lease(self, problem: Exception) -> HttpResponse | None:
+        if isinstance(problem, LockNotAcquired):
+            response = refusal(self._args, 409, "under-way")
+            response["Retry-After"] = retry_after(problem) or "1"
+            return response
+        self._warn("Whether %s %s was done before is not known: %s", problem)
+        return None if self._once.runs_if_down else refusal(self._args, 503, "unavailable")
+
+    def _to_keep(self, response: Any) -> str | None:
+        """Return what to store; None for an answer after which the request may be sent again."""
+        status = response.status_code
+        if status >= 500 or status in _PASSING or response.has_header("Retry-After"):
+            return None
+        body = None
+        if len(response.content) <= LARGEST:
+            body = base64.b64encode(response.content).decode()
+        # Cookies, which are kept apart, are for the first client alone.
+        headers = {name: value for name, value in response.items() if name.lower() != "set-cookie"}
+        answer = {"request": self._fingerprint, "status": status, "headers": headers, "body": body}
+        return json.dumps(answer)
+
+    def keep(self, response: Any) -> None:
+        """Store the answer when the transactions that are open here are committed."""
+        if (kept := self._to_keep(response)) is None:
+            return
+
+        def store(is_committed: bool) -> None:
+            if is_committed:
+                with self._missing():
+                    self._noticed(self._add(kept))
+
+        if not (open_ones := still_open(None)):
+            store(True)
+        elif not self._is_in_transaction():
+            call_at_end(open_ones, store)
+        elif not self._add(kept):
+            # It is committed with the work, or both are rolled back.
+            msg = f"The answer of {self._once.title}() could not be stored with its work, which is rolled back."
+            raise LockError(msg)
+
+    async def akeep(self, response: Any) -> None:
+        if (kept := self._to_keep(response)) is not None:
+            with self._missing():
+                self._noticed(await self.cache.aadd(self._entry, kept, self._once.keep))
+
+    def _add(self, kept: str) -> bool:
+        # Other than set(), it tells of a failure, and leaves the answer that clients may have got.
+        return self.cache.add(self._entry, kept, self._once.keep)
+
+    def _is_in_transaction(self) -> bool:
+        """Return whether the cache is a table of a database that has an open transaction here."""
+        if not isinstance(self.cache, BaseDatabaseCache):
+            return False
+        alias = router.db_for_write(self.cache.cache_model_class)
+        return alias in {each.alias for each in still_open(None)}
+
+    def _noticed(self, is_stored: bool) -> None:
+        if not is_stored:
+            raise LookupError("the cache has not stored it")
+
+    @contextmanager
+    def _missing(self) -> Iterator[None]:
+        """Log that the answer was not stored: the client gets it, as the work was done."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - caches raise anything
+            self._warn("The answer to %s %s was not stored, a repetition runs again: %s", error)
+
+    def _warn(self, text: str, error: Exception) -> None:
+        of = self._request
+        warn(text, of.method, of.path, repr(error), name=self.lock.name, using=self._once.using)
+
+
+def _sync(once: _Once) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        key = once.key_in(args)
+        if isinstance(key, HttpResponse):
+            return key
+        if not key:
+            return once.transactions.inside(args)(*args, **kwargs)
+        asked = _Asked(once, args, key, once.owner(once.request_in(args)))
+        with ExitStack() as stack:
+            lease = asked.begin(stack)
+            if isinstance(lease, HttpResponse):
+                return lease
+
+            def body(*args: Any, **kwargs: Any) -> Any:
+                response = rendered(once.checked(once.view(*args, **kwargs)), args)
+                if lease:
+                    lease.check()
+                asked.keep(response)
+                return response
+
+            response = once.transactions.inside(args, body)(*args, **kwargs)
+            if lease:
+                with noted(lease):
+                    stack.close()
+            return response
+
+    return call
+
+
+def _async(once: _Once) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        once.transactions.refuse_async(args)
+        key = once.key_in(args)
+        if isinstance(key, HttpResponse):
+            return key
+        if not key:
+            return await once.view(*args, **kwargs)
+        # The view goes on if its client does not wait, for which Django cancels this task.
+        task = asyncio.create_task(_run(once, key, args, kwargs))
+        _running.add(task)
+        task.add_done_callback(_running.discard)
+        return await asyncio.shield(task)
+
+    return call
+
+
+async def _run(once: _Once, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    asked = _Asked(once, args, key, await once.aowner(once.request_in(args)))
+    async with AsyncExitStack() as stack:
+        lease = await asked.abegin(stack)
+        if isinstance(lease, HttpResponse):
+            return lease
+        response = once.checked(await once.view(*args, **kwargs))
+        if not getattr(response, "is_rendered", True):
+            response = await sync_to_async(rendered)(response, args)
+        if lease:
+            lease.check()
+        await asked.akeep(response)
+        if lease:
+            with noted(lease):
+                await stack.aclose()
+        return response
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _CacheDown(repr(error)) from error
+
+
+def refusal(args: tuple[Any, ...], status: int, kind: str) -> HttpResponse:
+    return problem(args, status, _TITLES[kind], f"{_PAGE}{kind}")
+
+
+def rendered(response: Any, args: tuple[Any, ...]) -> Any:
+    """Return *response* with its content: that of a template and of Django REST framework has none yet."""
+    if getattr(response, "is_rendered", True):
+        return response
+    for request in args[:2]:
+        # What finalize_response() of Django REST framework will do again.
+        if renderer := getattr(request, "accepted_renderer", None):
+            response.accepted_renderer = renderer
+            response.accepted_media_type = request.accepted_media_type
+            response.renderer_context = request.parser_context["view"].get_renderer_context()
+            break
+    return response.render()
+
+
+def fingerprint(args: tuple[Any, ...]) -> str:
+    """Return a digest of method, address, type and body, the same each time that a request is sent."""
+    request: Any = find_request(args)
+    digest = hashlib.sha256()
+    what = [request.method, request.get_full_path(), request.content_type]
+    digest.update(json.dumps(what).encode())
+    for part in _body(request, args):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _body(request: Any, args: tuple[Any, ...]) -> Iterator[bytes]:
+    if request.content_type == "multipart/form-data" and request.method == "POST":
+        # Its body may be too large for the memory, and CsrfViewMiddleware has read it.
+        yield json.dumps([*request.POST.lists()]).encode()
+        for name, files in request.FILES.lists():
+            for file in files:
+                yield json.dumps([name, file.name, file.size]).encode()
+                yield from file.chunks()
+                file.seek(0)
+        return
+    try:
+        body = request.body
+    except RawPostDataException:
+        # Django REST framework has parsed it, as for a permission.
+        parsed = [each.data for each in args[:2] if hasattr(each, "_request")]
+        if not parsed:
+            raise
+        body = json.dumps(parsed, sort_keys=True, default=str).encode()
+    # A client that makes the body again separates its parts by another text.
+    boundary = request.content_params.get("boundary", "").encode()
+    yield body.replace(boundary, b"") if boundary else body

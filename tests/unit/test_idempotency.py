@@ -1,0 +1,637 @@
+"""@idempotent: which requests are repetitions, what is stored, and what clients are told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.contrib.auth.models import AnonymousUser, User
+from django.core.cache import caches
+from django.core.cache.backends.locmem import LocMemCache
+from django.core.files.uploadedfile import SimpleUploadedFile
+from django.http import FileResponse, Http404, HttpRequest, HttpResponse, StreamingHttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
+from django.test import AsyncRequestFactory, RequestFactory
+from django.test.client import encode_multipart
+from django.utils import translation
+from django.utils.decorators import method_decorator
+from django.views import View
+from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
+
+from django_distlock import LockLost, current_lease, distributed_lock, force_release, respond
+from django_distlock.contrib import idempotency
+from django_distlock.contrib.idempotency import LARGEST, idempotent
+from tests.contract.crew import start
+from tests.integration.aliases import DOWN
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+pytestmark = pytest.mark.usefixtures("memory")
+ADA, BOB = User(pk=7), User(pk=8)
+JSON = "application/json"
+#: How often views have run.
+runs: itertools.count[int]
+
+
+class BrokenCache(LocMemCache):
+    """Fails from the call of a method on: of get(), or of add()."""
+
+    broken = ""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        if self.broken == "get":
+            raise ConnectionError("the cache is down")
+        return super().get(*args, **kwargs)
+
+    def add(self, *args: Any, **kwargs: Any) -> Any:
+        if self.broken == "add":
+            raise ConnectionError("the cache is down")
+        return self.broken != "silent add" and super().add(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def cache(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> BrokenCache:
+    """An empty cache, which a test may break."""
+    settings.CACHES = {"default": {"BACKEND": f"{__name__}.BrokenCache"}}
+    monkeypatch.setattr(BrokenCache, "broken", "")
+    found = caches["default"]
+    assert isinstance(found, BrokenCache)
+    found.clear()
+    global runs  # noqa: PLW0603 - counted by the views below
+    runs = itertools.count(1)
+    return found
+
+
+def request(
+    body: Any = '{"amount": 5}',
+    path: str = "/pay/",
+    key: str | None = "k",
+    *,
+    method: str = "POST",
+    user: Any = ADA,
+    type: str = JSON,  # noqa: A002
+    **headers: str,
+) -> Any:
+    if key is not None:
+        headers["idempotency-key"] = key
+    made: Any = RequestFactory().generic(method, path, body, type, headers=headers)
+    made.user = user
+    return made
+
+
+@idempotent()
+def pay(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(f"paid {next(runs)}", status=201, headers={"Location": "/payments/1"})
+
+
+def content(response: Any) -> tuple[int, str]:
+    return response.status_code, response.content.decode()
+
+
+def titled(response: Any) -> tuple[int, str]:
+    """Return the status, and the end of the problem's type."""
+    details = json.loads(response.content)
+    assert response["Content-Type"] == "application/problem+json"
+    assert details["status"] == response.status_code
+    return response.status_code, details["type"].rpartition("/")[2]
+
+
+# Repetitions.
+
+
+def test_a_repetition_gets_the_answer_of_the_first_request() -> None:
+    first, second = pay(request()), pay(request())
+
+    assert content(first) == content(second) == (201, "paid 1")
+    assert "Idempotency-Replayed" not in first
+    assert second.headers == {**first.headers, "Idempotency-Replayed": "true"}
+
+
+def test_each_key_and_each_user_has_an_answer() -> None:
+    answers = [pay(request()), pay(request(key="K")), pay(request(user=BOB)), pay(request())]
+
+    assert [content(each)[1] for each in answers] == ["paid 1", "paid 2", "paid 3", "paid 1"]
+
+
+def test_the_key_may_be_a_string_of_structured_fields() -> None:
+    assert content(pay(request(key='"k"'))) == content(pay(request(key=" k ")))
+
+
+@pytest.mark.parametrize(
+    "key", ["", '""', "a b", "a,b", '"a", "b"', 'a"', "a\\b", '"k";p=1', "é", "x" * 256]
+)
+def test_a_wrong_key_is_refused(key: str) -> None:
+    assert titled(pay(request(key=key))) == (400, "idempotency.html#wrong-key")
+
+
+def test_the_longest_key_is_none_too_long() -> None:
+    assert content(pay(request(key="~" * 255))) == (201, "paid 1")
+
+
+def test_without_a_key_a_request_is_refused_or_passes() -> None:
+    @idempotent(required=False)
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"{next(runs)}")
+
+    assert titled(pay(request(key=None))) == (400, "idempotency.html#missing-key")
+    assert [content(view(request(key=None)))[1] for _ in range(2)] == ["1", "2"]
+    assert [content(view(request()))[1] for _ in range(2)] == ["3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("language", "title"),
+    [
+        ("en", "This request needs the header Idempotency-Key."),
+        ("de", "Diese Anfrage braucht den Header Idempotency-Key."),
+    ],
+)
+def test_people_are_told_in_their_language(language: str, title: str) -> None:
+    with translation.override(language):
+        refused = pay(request(key=None, type="text/plain", accept="text/html"))
+
+    assert content(refused) == (400, title)
+    assert refused["Content-Type"] == "text/plain; charset=utf-8"
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+def test_safe_methods_pass(method: str) -> None:
+    assert [content(pay(request("", method=method, key=None)))[1] for _ in range(2)] == [
+        "paid 1",
+        "paid 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"body": '{"amount": 6}'},
+        {"path": "/refund/"},
+        {"path": "/pay/?now=1"},
+        {"method": "PUT"},
+        {"type": "text/json"},
+    ],
+)
+def test_another_request_with_the_key_is_refused(other: dict[str, Any]) -> None:
+    pay(request())
+
+    refused = pay(request(**{"accept": JSON, **other}))
+
+    assert titled(refused) == (422, "idempotency.html#other-request")
+    assert content(pay(request())) == (201, "paid 1")
+
+
+def form(file: bytes, boundary: str, method: str, **fields: str) -> Any:
+    data = {"file": SimpleUploadedFile("a.txt", file), **fields}
+    body = encode_multipart(boundary, data)
+    return request(body, method=method, type=f"multipart/form-data; boundary={boundary}")
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH"])
+def test_a_form_with_files_is_the_same_with_another_boundary(method: str) -> None:
+    read: list[bytes] = []
+
+    @idempotent()
+    def view(request: Any) -> HttpResponse:
+        read.extend(file.read() for file in request.FILES.values())
+        return HttpResponse()
+
+    assert view(form(b"1", "aaa", method, to="x")).status_code == 200
+    assert view(form(b"1", "bbb", method, to="x")).headers["Idempotency-Replayed"] == "true"
+    assert view(form(b"2", "aaa", method, to="x")).status_code == 422
+    assert view(form(b"1", "aaa", method, to="y")).status_code == 422
+    assert read == [b"1"] * (method == "POST")
+
+
+def test_a_form_is_compared_also_if_it_was_read_before() -> None:
+    for file, status in [(b"1", 201), (b"1", 201), (b"2", 422)]:
+        sent = form(file, "aaa", "POST")
+        assert sent.POST is not None
+        assert pay(sent).status_code == status
+
+
+# Whose keys.
+
+
+@pytest.mark.parametrize("user", [AnonymousUser(), User(), None])
+def test_a_request_of_nobody_is_an_error_that_says_what_to_do(user: Any) -> None:
+    with pytest.raises(ValueError, match=r"pay\(\): a request is of nobody .*, or give scope="):
+        pay(request(user=user))
+
+
+@pytest.mark.parametrize("found", ["", None, 7])
+def test_so_is_one_whose_scope_is_no_text(found: Any) -> None:
+    @idempotent(scope=lambda request: found)
+    def view(request: HttpRequest) -> HttpResponse: ...  # type: ignore[empty-body]  # not reached
+
+    with pytest.raises(ValueError, match="is of nobody"):
+        view(request())
+
+
+def test_a_scope_is_a_text_or_a_function_of_the_request() -> None:
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"{next(runs)}")
+
+    shared = idempotent(scope="webhooks")(view)
+    by_token = idempotent(scope=lambda request: request.headers["authorization"])(view)
+
+    answers = [
+        shared(request()),
+        shared(request(user=BOB)),
+        by_token(request(authorization="a")),
+        by_token(request(authorization="b")),
+        by_token(request(authorization="a", user=BOB)),
+        idempotent(scope="7")(view)(request()),
+        idempotent()(view)(request()),
+    ]
+    assert [content(each)[1] for each in answers] == ["1", "1", "2", "3", "2", "4", "5"]
+
+
+# What is stored.
+
+
+def test_cookies_are_for_the_first_client_alone() -> None:
+    @idempotent(scope="shared")
+    @ensure_csrf_cookie
+    def view(request: HttpRequest) -> HttpResponse:
+        response = HttpResponse()
+        response.set_cookie("sessionid", "secret")
+        response.headers["Set-Cookie"] = "other=secret"
+        return response
+
+    first, second = view(request()), view(request(user=BOB))
+
+    assert set(first.cookies) == {"csrftoken", "sessionid"}
+    assert not second.cookies
+    assert "Set-Cookie" not in second.headers
+    assert second["Vary"] == "Cookie"
+
+
+def test_any_bytes_and_no_type_come_back_as_they_were() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        response = HttpResponse(bytes(range(256)), status=207)
+        del response["Content-Type"]
+        response["X-Name"] = "Zoë"
+        return response
+
+    first, second = view(request()), view(request())
+    assert (second.content, second.status_code) == (first.content, 207)
+    assert second.headers == {**first.headers, "Idempotency-Replayed": "true"}
+
+
+def test_in_the_cache_it_is_a_text_that_shows_no_key_and_no_scope(
+    cache: BrokenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[Any] = []
+
+    def add(self: BrokenCache, *args: Any) -> bool:
+        stored.append(args)
+        return True
+
+    monkeypatch.setattr(BrokenCache, "add", add)
+    view = idempotent(keep=timedelta(minutes=1), scope=lambda request: "secret")(pay.__wrapped__)  # type: ignore[attr-defined]
+
+    view(request(key="hidden"))
+
+    [(entry, text, seconds)] = stored
+    assert isinstance(text, str)
+    assert seconds == 60
+    assert "secret" not in f"{entry}{text}"
+    assert "hidden" not in f"{entry}{text}"
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, 400, 403, 404, 422])
+def test_answers_are_kept(status: int) -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        next(runs)
+        return HttpResponse(status=status)
+
+    assert {view(request()).status_code for _ in range(2)} == {status}
+    assert next(runs) == 2
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *(HttpResponse(status=status) for status in (401, 408, 409, 423, 425, 429, 500, 503)),
+        HttpResponse(status=403, headers={"Retry-After": "9"}),
+    ],
+    ids=lambda response: response.status_code,
+)
+def test_answers_that_ask_to_send_it_again_are_not_kept(response: HttpResponse) -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        return response if next(runs) == 1 else HttpResponse("done")
+
+    assert view(request()) is response
+    assert content(view(request())) == (200, "done")
+
+
+def test_what_a_view_raises_is_not_kept() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        if next(runs) == 1:
+            raise Http404("not yet")
+        return HttpResponse("done")
+
+    with pytest.raises(Http404):
+        view(request())
+    assert content(view(request())) == (200, "done")
+
+
+def test_of_an_answer_that_is_too_large_a_repetition_learns_that_it_was_done() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"x" * (LARGEST + int(request.headers["more"])))
+
+    assert len(view(request(more="0", key="a")).content) == LARGEST
+    assert len(view(request(more="0", key="a")).content) == LARGEST
+    assert len(view(request(more="1")).content) == LARGEST + 1
+    assert titled(view(request(more="1"))) == (410, "idempotency.html#too-large")
+
+
+@pytest.mark.parametrize("kind", [StreamingHttpResponse, FileResponse])
+def test_a_streaming_response_is_refused_and_closed(kind: Any) -> None:
+    closed = threading.Event()
+
+    @idempotent()
+    def view(request: HttpRequest) -> Any:
+        response = kind([b"x"])
+        response._resource_closers.append(closed.set)
+        return response
+
+    with pytest.raises(TypeError, match=r"view\(\) returned .*idempotent\(\) cannot store it"):
+        view(request())
+    assert closed.is_set()
+
+
+def test_what_is_no_response_is_refused() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> Any:
+        return {"paid": 5}
+
+    with pytest.raises(TypeError, match=r"returned dict, no response.*decorate_view"):
+        view(request())
+
+
+def test_a_template_is_rendered_before_it_is_stored(settings: Settings) -> None:
+    settings.TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates"}]
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        template: Any = engines["django"].from_string("paid {{ number }}")
+        return TemplateResponse(request, template, {"number": next(runs)})
+
+    assert content(view(request())) == content(view(request())) == (200, "paid 1")
+
+
+# While it runs.
+
+
+def test_while_the_first_request_runs_others_are_told_to_come_again() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        begun.set()
+        over.wait(20)
+        return HttpResponse(f"{next(runs)}")
+
+    first = start(lambda: view(request()))
+    assert begun.wait(20)
+
+    refused = view(request())
+    assert titled(refused) == (409, "idempotency.html#under-way")
+    assert 1 <= int(refused["Retry-After"]) <= 5
+    over.set()
+    assert content(first.result(20)) == content(view(request())) == (200, "1")
+
+
+def test_the_holder_says_which_request_it_serves() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        lease = current_lease()
+        assert lease
+        return HttpResponse(lease.holder.purpose)
+
+    assert content(view(request())) == (200, "POST /pay/")
+
+
+def test_a_lost_lock_is_an_error_and_nothing_is_stored() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        lease = current_lease()
+        if next(runs) == 1:
+            assert lease
+            force_release(lease.name)
+        return HttpResponse("done")
+
+    with pytest.raises(LockLost):
+        view(request())
+    assert "Idempotency-Replayed" not in view(request())
+
+
+# Servers that are down.
+
+
+@pytest.mark.parametrize("down", ["cache", "locks"])
+def test_without_the_cache_or_the_locks_it_is_not_run(
+    down: str, cache: BrokenCache, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    if down == "cache":
+        BrokenCache.broken = "get"
+    else:
+        settings.DISTLOCK = {"default": DOWN}
+
+    assert titled(pay(request())) == (503, "idempotency.html#unavailable")
+    assert next(runs) == 1
+    assert "Whether POST /pay/ was done before is not known: " in caplog.text
+
+
+@pytest.mark.parametrize("down", ["cache", "locks"])
+def test_or_it_is_run_if_that_is_said(down: str, cache: BrokenCache, settings: Settings) -> None:
+    view = idempotent(if_down="run")(pay.__wrapped__)  # type: ignore[attr-defined]
+    if down == "cache":
+        BrokenCache.broken = "get"
+    else:
+        settings.DISTLOCK = {"default": DOWN}
+
+    assert content(view(request())) == (201, "paid 1")
+    assert content(view(request())) == (201, "paid 2" if down == "cache" else "paid 1")
+
+
+@pytest.mark.parametrize("broken", ["add", "silent add"])
+def test_if_the_cache_fails_after_the_view_the_client_gets_the_answer(
+    broken: str, cache: BrokenCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    BrokenCache.broken = broken
+
+    assert content(pay(request())) == (201, "paid 1")
+    [record] = [each for each in caplog.records if each.name == "django_distlock"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("The answer to POST /pay/ was not stored, a repetition")
+    assert content(pay(request())) == (201, "paid 2")
+
+
+# Decorators and classes.
+
+
+@method_decorator(idempotent(), name="dispatch")
+class Dispatch(View):
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"paid {next(runs)}")
+
+
+class Method(View):
+    @method_decorator(idempotent())
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"paid {next(runs)}")
+
+
+class BareMethod(View):
+    @idempotent()
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"paid {next(runs)}")
+
+
+@csrf_exempt
+@idempotent()
+@distributed_lock("work", timeout=0, on_busy=respond())
+def above(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(f"paid {next(runs)}")
+
+
+@distributed_lock("work", timeout=0, on_busy=respond())
+@idempotent()
+@csrf_exempt
+def below(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(f"paid {next(runs)}")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [Dispatch.as_view(), Method.as_view(), BareMethod.as_view(), above, below],
+    ids=["dispatch", "method", "bare_method", "above", "below"],
+)
+def test_views_of_every_kind_are_run_once(view: Callable[..., Any]) -> None:
+    assert content(view(request())) == content(view(request())) == (200, "paid 1")
+    assert content(view(request(user=BOB))) == (200, "paid 2")
+
+
+def test_marks_of_other_decorators_stay() -> None:
+    assert above.csrf_exempt  # type: ignore[attr-defined]
+    assert below.csrf_exempt  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ({"keep": 0}, ValueError),
+        ({"keep": "1d"}, TypeError),
+        ({"keep": None}, TypeError),
+        ({"scope": 7}, TypeError),
+        ({"required": 1}, TypeError),
+        ({"if_down": "pass"}, ValueError),
+    ],
+)
+def test_wrong_words_are_refused(words: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(words))):
+        idempotent(**words)
+
+
+def test_a_class_and_what_takes_no_request_are_refused() -> None:
+    with pytest.raises(TypeError, match="method_decorator"):
+        idempotent()(Method)
+    with pytest.raises(TypeError, match="got no request"):
+        pay("no request")  # type: ignore[arg-type]
+
+
+# Async views.
+
+
+def arequest(**headers: str) -> Any:
+    made: Any = AsyncRequestFactory().post(
+        "/pay/", "{}", JSON, headers={"idempotency-key": "k", **headers}
+    )
+
+    async def auser() -> User:
+        return ADA
+
+    made.auser = auser
+    return made
+
+
+async def test_an_async_view_is_run_once() -> None:
+    @idempotent()
+    async def view(request: HttpRequest) -> HttpResponse:
+        await asyncio.sleep(0)
+        return HttpResponse(f"{next(runs)}")
+
+    answers = await asyncio.gather(*(view(arequest()) for _ in range(3)))
+
+    assert sorted(each.status_code for each in answers) == [200, 409, 409]
+    assert content(await view(arequest())) == (200, "1")
+
+
+async def test_an_async_scope_is_awaited() -> None:
+    async def scope(request: HttpRequest) -> str:
+        return request.headers["authorization"]
+
+    @idempotent(scope=scope)
+    async def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"{next(runs)}")
+
+    sent = [arequest(authorization=token) for token in "aab"]
+    assert [content(await view(each))[1] for each in sent] == ["1", "1", "2"]
+
+
+async def test_an_async_class_is_run_once() -> None:
+    @method_decorator(idempotent(), name="dispatch")
+    class Pay(View):
+        async def post(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse(f"{next(runs)}")
+
+    view: Any = Pay.as_view()
+    assert [content(await view(arequest()))[1] for _ in range(2)] == ["1", "1"]
+
+
+async def test_an_async_view_goes_on_if_its_client_does_not_wait() -> None:
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    @idempotent()
+    async def view(request: HttpRequest) -> HttpResponse:
+        begun.set()
+        await over.wait()
+        return HttpResponse(f"{next(runs)}")
+
+    first = asyncio.create_task(view(arequest()))
+    await begun.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+    assert (await view(arequest())).status_code == 409
+    over.set()
+    await asyncio.gather(*idempotency._running)
+    assert (await view(arequest()))["Idempotency-Replayed"] == "true"
+
+
+async def test_an_async_view_refuses_as_others_do(cache: BrokenCache, settings: Settings) -> None:
+    @idempotent()
+    async def view(request: HttpRequest) -> Any:
+        return StreamingHttpResponse()
+
+    with pytest.raises(TypeError, match="cannot store it"):
+        await view(arequest())
+    BrokenCache.broken = "get"
+    assert (await view(arequest())).status_code == 503
