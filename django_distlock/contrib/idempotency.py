@@ -317,7 +317,9 @@ class _Asked:
 
     def keep(self, response: Any) -> None:
         """Store the answer when the transactions that are open here are committed."""
-        if (kept := self._to_keep(response)) is None:
+        open_ones, kept = still_open(None), self._to_keep(response)
+        # Django REST framework answers an exception, and has the transaction rolled back.
+        if kept is None or any(each.needs_rollback for each in open_ones):
             return
 
         def store(is_committed: bool) -> None:
@@ -325,7 +327,7 @@ class _Asked:
                 with self._missing():
                     self._noticed(self._add(kept))
 
-        if not (open_ones := still_open(None)):
+        if not open_ones:
             store(True)
         elif not self._is_in_transaction():
             call_at_end(open_ones, store)

@@ -151,6 +151,7 @@ def operation(request: HttpRequest, pk: int) -> dict[str, int]:
     return charge(request, pk)
 
 
+@transaction.non_atomic_requests
 @csrf_exempt
 @once
 async def slow(request: HttpRequest, pk: int) -> HttpResponse:

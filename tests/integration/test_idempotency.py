@@ -16,6 +16,7 @@ from django.core.management import call_command
 from django.db import IntegrityError, connection, connections, transaction
 from django.test import Client
 
+from django_distlock import locks
 from django_distlock.signals import lock_released
 from testproject.models import Account, Fee
 from testproject.services import open_account
@@ -51,7 +52,7 @@ class TellingCache(LocMemCache):
 def _site(settings: Settings) -> None:
     settings.ROOT_URLCONF = SITE
     settings.MIDDLEWARE = []
-    settings.CACHES = {"answers": {"BACKEND": f"{__name__}.TellingCache"}}
+    settings.CACHES = {**settings.CACHES, "answers": {"BACKEND": f"{__name__}.TellingCache"}}
     caches["answers"].clear()
 
 
@@ -174,6 +175,15 @@ def test_in_a_table_it_is_committed_with_the_work(page: str, account: Account) -
 
 
 @pytest.mark.usefixtures("atomic_requests", "table")
+def test_an_error_that_is_answered_rolls_back_what_is_in_the_table(account: Account) -> None:
+    answers = [post("rest-dispatch", account, {"amount": "wrong"}) for _ in range(2)]
+
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert "Idempotency-Replayed" not in answers[1]
+    assert fees(account) == 0
+
+
+@pytest.mark.usefixtures("atomic_requests", "table")
 def test_work_whose_answer_the_table_refuses_is_rolled_back(
     account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,34 +197,32 @@ def test_work_whose_answer_the_table_refuses_is_rolled_back(
 # Four workers, of which some are killed.
 
 WORKERS, TTL = 4, 2
-StartSite = Callable[[str], Site]
+StartSite = Callable[..., Site]
 REDIS, TABLE = "DyingRedisCache", "DyingDatabaseCache"
 
 
 @pytest.fixture(scope="module")
 def start_site(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    postgres: object, redis: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartSite]:
-    """Start a site over PostgreSQL, locks in Redis and answers in this kind of cache."""
-    request.getfixturevalue("postgres")
-    request.getfixturevalue("redis")
-    started: dict[str, Site] = {}
+    """Start a site over PostgreSQL, with locks in Redis, and answers in this kind of cache."""
+    started: dict[tuple[str, str], Site] = {}
 
-    def start(kind: str) -> Site:
-        if kind not in started:
+    def start(kind: str, server: str = "gunicorn-sync") -> Site:
+        if (kind, server) not in started:
             location = CACHES["redis_cache"]["LOCATION"] if kind == REDIS else "kept_answers"
             cache = {"BACKEND": f"{SITE}.{kind}", "LOCATION": location}
-            started[kind] = Site(
-                "gunicorn-sync",
+            started[kind, server] = Site(
+                server,
                 {**DISTLOCK["redis"], "TTL": TTL},
                 tmp_path_factory.mktemp("idempotent"),
-                workers=WORKERS,
+                workers=WORKERS if server == "gunicorn-sync" else 1,
                 DISTLOCK_ATOMIC_DATABASE="postgres",
                 DISTLOCK_WORKERS_URLS=SITE,
                 DISTLOCK_WORKERS_ANSWERS=json.dumps(cache),
             )
-            started[kind].wait_until_ready()
-        return started[kind]
+            started[kind, server].wait_until_ready()
+        return started[kind, server]
 
     with connections["postgres"].cursor() as cursor:
         cursor.execute(CREATE)
@@ -281,6 +289,21 @@ def test_work_of_a_killed_worker_is_done_again_only_if_it_was_committed_without_
     assert site.post(path, **{"idempotency-key": key, "x-die": where}).status == 0
     assert answer_to(site, page, remote, key).status == 200
     assert fees_of(remote) == done
+
+
+def test_an_async_view_goes_on_if_its_client_has_gone(
+    start_site: StartSite, remote: Account
+) -> None:
+    site, key = start_site(REDIS, "uvicorn"), uuid.uuid4().hex
+    purpose, form = f"POST /slow/{remote.pk}/", "application/x-www-form-urlencoded"
+
+    with site.begin(purpose[6:], "POST", **{"idempotency-key": key, "content-type": form}):
+        held = locks["redis"].held
+        eventually(lambda: purpose in [each.holder.purpose for each in held() if each.holder], 20)
+
+    assert fees_of(remote) == 0
+    assert answer_to(site, "slow", remote, key).status == 200
+    assert fees_of(remote) == 1
 
 
 def answer_to(site: Site, page: str, account: Account, key: str) -> Answer:

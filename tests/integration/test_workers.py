@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -228,7 +229,7 @@ def test_requests_that_nobody_waits_for_any_more_leave_no_lock(
     site, ttl = start_site(combination, workers=1), ttl_of(combination)
     with held_in_thread(lock(name, ttl=LONG)):
         terms = {"seconds": 1, "ttl": LONG, "timeout": 60}
-        asked = [site.begin(f"ahold/{name}/", **terms) for _ in range(100)]
+        asked = [site.begin(f"ahold/{name}/?{urlencode(terms)}") for _ in range(100)]
         eventually(lambda: site.get("ping/").body["asked"] == 100, what="all are at work")
         for connection in asked:
             connection.close()

@@ -43,11 +43,14 @@ runs: itertools.count[int]
 
 
 class BrokenCache(LocMemCache):
-    """Fails from the call of a method on: of get(), or of add()."""
+    """Fails at the call of a method: of get(), or of add()."""
 
     broken = ""
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
+        if self.broken == "get once":
+            BrokenCache.broken = ""
+            return None
         if self.broken == "get":
             raise ConnectionError("the cache is down")
         return super().get(*args, **kwargs)
@@ -55,6 +58,10 @@ class BrokenCache(LocMemCache):
     def add(self, *args: Any, **kwargs: Any) -> Any:
         if self.broken == "add":
             raise ConnectionError("the cache is down")
+        if self.broken == "lock":
+            lease = current_lease()
+            assert lease
+            force_release(lease.name)
         return self.broken != "silent add" and super().add(*args, **kwargs)
 
 
@@ -417,6 +424,13 @@ def test_while_the_first_request_runs_others_are_told_to_come_again() -> None:
     assert content(first.result(20)) == content(view(request())) == (200, "1")
 
 
+def test_what_was_stored_before_the_lock_was_free_is_found_under_it() -> None:
+    pay(request())
+    BrokenCache.broken = "get once"
+
+    assert pay(request())["Idempotency-Replayed"] == "true"
+
+
 def test_the_holder_says_which_request_it_serves() -> None:
     @idempotent()
     def view(request: HttpRequest) -> HttpResponse:
@@ -439,6 +453,15 @@ def test_a_lost_lock_is_an_error_and_nothing_is_stored() -> None:
     with pytest.raises(LockLost):
         view(request())
     assert "Idempotency-Replayed" not in view(request())
+
+
+def test_a_lock_that_is_lost_after_the_answer_was_stored_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    BrokenCache.broken = "lock"
+
+    assert content(pay(request())) == content(pay(request())) == (201, "paid 1")
+    assert "Leaving lock idempotent:default:" in caplog.text
 
 
 # Servers that are down.
