@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,22 @@ def test_missing_table_tells_to_migrate(
     finally:
         locks.close()
         del connections.settings["empty"]
+
+
+def test_a_lease_that_is_asked_for_again_lives_its_ttl_from_then(database: str, name: str) -> None:
+    locking = locks[database]
+    request = locking.request(name, ttl=5, holder=Holder.current("a caller"))
+    first = locking.try_acquire(request, queued=False)
+
+    again = locking.try_acquire(replace(request, ttl=60), queued=False)
+
+    busy = locking.probe(request)
+    assert isinstance(first, Grant)
+    assert isinstance(again, Grant)
+    assert again.token == first.token
+    assert busy is not None
+    assert (busy.remaining or 0) > 30
+    locking.release(request)
 
 
 @pytest.mark.server

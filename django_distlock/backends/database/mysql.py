@@ -135,7 +135,8 @@ class MySQL(Dialect):
                 cursor.execute(statement, known)
             return None
         is_ours, token, holder, left, is_our_turn = row
-        if is_ours:
+        # Asked again after a lost reply, a lease counts from now, for the server too.
+        if is_ours and self.extend(cursor, [request])[0]:
             return Grant(token)
         if left > 0:
             return busy(holder, left)
