@@ -8,7 +8,7 @@ SEED := $(shell date +%Y%m%d)
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture histories model see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-with-compose test-stacks test-newest test-oldest coverage all-installed test-fast simulate interleave torture histories model see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +47,9 @@ test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
 
 simulate: $(VENV)/.installed-dev ## run a million schedules of the engine in simulated processes, for hours (SEEDS="--from 5000 --seeds 1000")
 	nice -n 19 $(BIN)/python -m tests.simulation $(SEEDS)
+
+interleave: all-installed ## the database backend on real servers, in many orders of its statements, for minutes (ARGUMENTS="--server postgres --seeds 5000")
+	$(BIN)/python -m tests.interleavings $(ARGUMENTS)
 
 torture: all-installed ## real servers and processes that fail for some minutes, on every backend (ARGUMENTS="--minutes 60 --backend redis")
 	$(BIN)/python -m tests.torture $(ARGUMENTS)

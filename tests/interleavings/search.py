@@ -1,0 +1,100 @@
+"""Runs many schedules on one server, and looks for planted mistakes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .plans import LEVELS, SMALL, Path, Plan, Walk, plan_of
+from .stage import Outcome, Stage, staged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .faults import Fault
+    from .servers import Database
+
+#: The most preemptions with which a planted mistake is looked for, and one more.
+MOST_PREEMPTIONS = 4
+
+
+@dataclass
+class Totals:
+    """What many schedules have shown. *found*: by plan and order, what was broken, and its steps."""
+
+    schedules: int = 0
+    steps: int = 0
+    waits: int = 0
+    checked: Counter[str] = field(default_factory=Counter)
+    found: dict[str, Outcome] = field(default_factory=dict)
+
+    def add(self, what: str, outcome: Outcome) -> None:
+        self.schedules += 1
+        self.steps += len(outcome.steps)
+        self.waits += outcome.waits
+        self.checked += outcome.checked
+        if outcome.broken is not None:
+            self.found[what] = outcome
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedules} schedules, {self.steps} steps, {self.waits} waits on the server,"
+            f" {self.checked.total()} checks, {len(self.found)} broken promises"
+        )
+
+
+def walk(server: Database, seeds: range) -> Iterator[Totals]:
+    """Run the schedules of *seeds*; give the totals after each."""
+    totals = Totals()
+    for level in LEVELS:
+        plans = ((seed, plan_of(seed, waits=server.waits)) for seed in seeds)
+        mine = [(seed, plan) for seed, plan in plans if plan.level == level]
+        with staged(server, level) as stage:
+            for seed, plan in mine:
+                totals.add(f"seed {seed}: {plan}", stage.run(plan, Walk(seed)))
+                yield totals
+
+
+def all_orders(server: Database, bound: int) -> Iterator[Totals]:
+    """Run the small plans in all orders with at most *bound* preemptions; give the totals after each schedule."""
+    totals = Totals()
+    for level in LEVELS:
+        with staged(server, level) as stage:
+            for scripts in SMALL:
+                if "fee" in scripts and not server.waits:
+                    continue
+                for is_old in (False, True):
+                    plan = Plan(scripts, level, is_old)
+                    for path, outcome in _orders(stage, plan, bound):
+                        totals.add(f"{path}: {plan}", outcome)
+                        yield totals
+
+
+def replay(server: Database, seed: int) -> Outcome:
+    plan = plan_of(seed, waits=server.waits)
+    with staged(server, plan.level) as stage:
+        return stage.run(plan, Walk(seed))
+
+
+def order_that_shows(server: Database, fault: Fault) -> tuple[int, str]:
+    """Plant *fault*, and try all orders of its plan, with no preemption, with one, and with more.
+
+    Return how many were tried until one shows it, 0 if none does, and what was seen.
+    """
+    tried = 0
+    with fault.planted(), staged(server, fault.level) as stage:
+        for bound in range(MOST_PREEMPTIONS):
+            for path, outcome in _orders(stage, fault.plan, bound):
+                tried += 1
+                if outcome.broken is not None:
+                    return tried, f"{path}: {outcome.broken}"
+    return 0, ""
+
+
+def _orders(stage: Stage, plan: Plan, bound: int) -> Iterator[tuple[Path, Outcome]]:
+    """Run *plan* in all orders with at most *bound* preemptions."""
+    path: Path | None = Path(bound)
+    while path is not None:
+        yield path, stage.run(plan, path)
+        path = path.next(bound)
