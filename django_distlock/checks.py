@@ -86,7 +86,7 @@ def _check_declared() -> Iterator[CheckMessage]:
                 except NotSupported as error:
                     problem = error
             text = f"{each.title}(): {str(problem).rstrip('.')}."
-            hint = "Give it another using=, or leave out what this alias cannot do."
+            hint = "Give it another alias, or leave out what this one cannot do."
             yield Error(text, hint=hint, id="distlock.E010")
 
 

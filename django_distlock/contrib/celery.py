@@ -16,10 +16,12 @@ from celery.signals import task_postrun, task_revoked
 from celery.states import READY_STATES, SUCCESS
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu.exceptions import OperationalError
 
 from django_distlock.conf import DEFAULT_ALIAS, LEAST_TTL
 from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
+from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder, task_text
 from django_distlock.ground.naming import log_fields, printable, warn
 from django_distlock.lock import Lock
@@ -28,6 +30,7 @@ from .once import (
     HEADER,
     LEASE,
     Once,
+    Postmark,
     adopt,
     checked_lease,
     checked_task,
@@ -67,6 +70,8 @@ def unique_task(
     using: str = DEFAULT_ALIAS,
     until: Literal["start", "end"] = "end",
     again: bool = False,
+    debounce: float | timedelta | None = None,
+    at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]: ...
 def unique_task(
@@ -77,6 +82,8 @@ def unique_task(
     using: str = DEFAULT_ALIAS,
     until: Literal["start", "end"] = "end",
     again: bool = False,
+    debounce: float | timedelta | None = None,
+    at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Any:
     """Make a shared task that is under way once: it is locked when it is sent, and until it has ended.
@@ -89,9 +96,17 @@ def unique_task(
 
     *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
     then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
+
+    *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
+    by default ten times *debounce*. What is called while it runs leads to another one, as with *again*.
     """
-    words = {"lease": lease, "using": using, "until": until, "again": again, **options}
-    seconds = checked_lease(name, words)
+    terms: dict[str, Any] = {
+        "until": until,
+        "again": again,
+        "debounce": debounce,
+        "at_most": at_most,
+    }
+    seconds = checked_lease(name, {"lease": lease, "using": using, **terms, **options})
     named = None if is_decorated(name) else name
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -99,7 +114,7 @@ def unique_task(
             msg = "unique_task() makes the task itself; leave @shared_task out and give its arguments to unique_task()."
             raise TypeError(msg)
         is_bound = bool(options.get("bind"))
-        once = Once(function, named, seconds, using, is_bound=is_bound, until=until, again=again)
+        once = Once(function, named, seconds, using, is_bound=is_bound, **terms)
         base = options.get("base")
         kind = type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask
         # Celery logs errors in `throws` in one line, without a traceback.
@@ -131,19 +146,20 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         """Send the task; if it is already under way, return the AsyncResult of that one instead.
 
         A step of a chain, a group or a chord is always sent, as others wait for it: it runs when the task that is
-        under way has ended. ValueError for an id that is too long.
+        under way has ended. ValueError for an id that is too long, and for a countdown or eta with debounce.
         """
         headers, task_id = options.pop("headers", None) or {}, task_id or uuid()
         name = self._name_for(args or (), kwargs or {}, task_id)
-        lease, (text, _) = None, unpacked(headers.get(HEADER, ""))
+        lease, text, first = None, unpacked(headers.get(HEADER, "")).text, None
         if not text:
+            options, first = self._debounced(task_id, options)
             try:
                 lease, text = self._lock(name, task_id, options)
             except LockNotAcquired as busy:
                 if not _is_step(options):
                     return self._under_way(busy)
         try:
-            headers = {**headers, HEADER: packed(text, name)}
+            headers = {**headers, HEADER: packed(text, name, first)}
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)
         except BaseException:
             if lease is not None:
@@ -151,20 +167,21 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        request, text, name = self.request, "", ""
+        request, text, name, first = self.request, "", "", None
         is_function = request.called_directly or request.get("distlock_name")  # maybe by itself
         if not is_function:
-            text, name = unpacked((request.headers or {}).pop(HEADER, ""))
+            text, name, first = unpacked((request.headers or {}).pop(HEADER, ""))
         lock = Lock(name or self.once.name_for(args, kwargs), **self.once.terms(self.name))
         body = self.once.body_lock(lock)
         if is_function:
             with nullcontext() if body is None else body.take(0):
                 return super().__call__(*args, **kwargs)
-        request.distlock_name = lock.name
+        request.distlock_name, request.distlock_first = lock.name, first
         arrived = request.distlock_lease = self._arrive(lock, text)
         adopt(arrived, lock)
+        self._put_off(lock.name, first)
         lease = arrived if body is lock else self._begin(arrived, body)
-        request.distlock_lease = lease
+        request.distlock_lease, request.distlock_first = lease, None
         try:
             result = super().__call__(*args, **kwargs)
         except BaseException as error:
@@ -182,7 +199,32 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         if (under_way := self._id_of(busy.holder)) is None:
             raise busy
         self.once.note_under_way(busy)
+        self.once.note_call(busy.name)
         return self.AsyncResult(under_way)
+
+    def _debounced(
+        self, task_id: str, options: dict[str, Any]
+    ) -> tuple[dict[str, Any], Postmark | None]:
+        """Return *options* with the countdown of debounce, and when the first call was made."""
+        if not self.once.debounce:
+            return options, None
+        if task_id == self.request.id:
+            return options, self.request.get("distlock_first")
+        if options.get("countdown") or options.get("eta"):
+            raise ValueError(
+                f"debounce says when {self.name} runs: send it without countdown and eta."
+            )
+        return {**options, "countdown": self.once.debounce}, clock.postmark()
+
+    def _put_off(self, name: str, first: Postmark | None) -> None:
+        """Send the message again if the task was called meanwhile, until it is quiet."""
+        if self.request.is_eager or not (wait := self.once.wait_left(name, first)):
+            return
+        try:
+            self._send_again(wait)
+        except OperationalError as down:
+            using = self.once.using
+            warn("%s is not put off, and runs now: %s", self.name, down, name=name, using=using)
 
     def _name_for(self, args: Any, kwargs: Any, task_id: str) -> str:
         """Return the name of the lock; of a message that is sent again, the one that it brought.
@@ -264,12 +306,14 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             is_copy = self._id_of(busy.holder) == request.id
             if request.is_eager or not (is_step or is_copy or request.chain is not None):
                 raise
-            wait = _pause(busy)
-        else:
-            # Checked under the lock, because the first copy stores its result before it releases the lock.
-            self._leave_out_copy(lock)
-            return lease
-        again = self.signature_from_request(request)
+            self._send_again(_pause(busy))
+        # Checked under the lock, because the first copy stores its result before it releases the lock.
+        self._leave_out_copy(lock)
+        return lease
+
+    def _send_again(self, wait: float) -> Never:
+        """Put the message back into the queue for *wait* seconds, with the lock if it has it."""
+        again = self.signature_from_request(self.request)
         self.apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
         raise Ignore
 
@@ -282,10 +326,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             except LockNotAcquired as busy:
                 if request.is_eager:
                     raise
-                later = self.signature_from_request(request)
-                options = {**later.options, "countdown": _pause(busy)}
-                self.apply_async(later.args, later.kwargs, **options)
-                raise Ignore from None
+                self._send_again(_pause(busy))
         lease.leave(Ignore())  # a failed release can only be logged
         return held
 
@@ -323,7 +364,7 @@ def attached(task: Any) -> Lease:
 
     LockLost if it has ended meanwhile, or another copy of the message has it.
     """
-    text, _ = unpacked((task.request.headers or {}).get(HEADER, ""))
+    text = unpacked((task.request.headers or {}).get(HEADER, "")).text
     if not text:
         msg = f"{task.name} brought no lease; send it with headers=handover(lease)."
         raise LookupError(msg)
@@ -354,5 +395,5 @@ def _release(task: Any, **_: Never) -> None:
 @task_revoked.connect  # type: ignore[untyped-decorator]  # as above
 def _free_message(request: Any, **_: Never) -> None:
     """Release the lease in the message of a task that was revoked, has expired or has failed before it began."""
-    if text := unpacked((request.headers or {}).get(HEADER, ""))[0]:
+    if text := unpacked((request.headers or {}).get(HEADER, "")).text:
         free_text(text)

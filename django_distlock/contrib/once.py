@@ -11,7 +11,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from urllib.parse import unquote
 from uuid import UUID
 
@@ -19,11 +19,14 @@ from django.core import signing
 from django.core.signing import BadSignature
 from django.db.models import Model
 from django.utils.asyncio import async_unsafe
+from django.utils.crypto import salted_hmac
 
 from django_distlock.conf import DEFAULT_ALIAS, checked_ttl, flag
 from django_distlock.engine.handover import name_in
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.leftovers import until_done
+from django_distlock.engine.steps import settled
+from django_distlock.engine.values import Secret
 from django_distlock.exceptions import (
     LockBackendError,
     LockError,
@@ -32,7 +35,7 @@ from django_distlock.exceptions import (
     NotSupported,
 )
 from django_distlock.ground import clock
-from django_distlock.ground.holder import task_text
+from django_distlock.ground.holder import Holder, task_text
 from django_distlock.ground.naming import (
     NameTemplate,
     checked_name,
@@ -50,22 +53,34 @@ if TYPE_CHECKING:
     from inspect import Signature
 
     from django_distlock.backends.base import BaseLockBackend
+    from django_distlock.engine.values import Request
     from django_distlock.lock import Lock
 
     Name = str | Callable[..., str]
 
 logger = logging.getLogger("django_distlock")
 
+#: What clock.postmark() returns.
+Postmark = tuple[float, str, float]
 #: The header or argument with the text of Lease.detach(), and what packed() adds. It is as secret as the queue.
 HEADER = "distlock"
 #: Salt of the name in it.
 SALT = "django_distlock.task"
 #: Seconds that a message may wait in the queue, unless the task says otherwise.
 LEASE = 3600.0
+#: How many times debounce a body is put off at most, unless the task says otherwise.
+AT_MOST = 10
 #: Characters of a name with all arguments before it is cut, and ends with its digest.
 LONGEST_CALL = 200
 #: The words of a bare @unique_task.
-_DEFAULTS = {"lease": LEASE, "using": DEFAULT_ALIAS, "until": "end", "again": False}
+_DEFAULTS = {
+    "lease": LEASE,
+    "using": DEFAULT_ALIAS,
+    "until": "end",
+    "again": False,
+    "debounce": None,
+    "at_most": None,
+}
 #: What to write instead of arguments of lock(), which the decorator of a task would drop or refuse.
 _AT_A_TIME = "put @distributed_lock below the decorator of the task"
 _INSTEAD = {
@@ -102,6 +117,23 @@ def checked_lease(name: object, words: dict[str, Any]) -> float:
     return checked_ttl(words["lease"], "lease")
 
 
+def _checked_debounce(debounce: Any, at_most: Any, until: str) -> tuple[float, float]:
+    """Return both in seconds; 0 for none. TypeError or ValueError if they cannot be used."""
+    if debounce is None:
+        if at_most is not None:
+            raise ValueError("at_most says how long debounce puts a body off: give debounce, too.")
+        return 0.0, 0.0
+    if until == "start":
+        raise ValueError(
+            'debounce frees the name when the body begins, as again=True does: leave out until="start".'
+        )
+    quiet = checked_ttl(debounce, "debounce")
+    most = AT_MOST * quiet if at_most is None else checked_ttl(at_most, "at_most")
+    if most < quiet:
+        raise ValueError(f"at_most must be debounce ({quiet:g} seconds) or more, not {at_most!r}.")
+    return quiet, most
+
+
 def is_decorated(name: object) -> TypeGuard[Callable[..., Any]]:
     """Return whether *name*, which stands first in unique_task(), is the function itself: there is no name."""
     return callable(name) and getattr(name, "__name__", "") != "<lambda>"
@@ -120,10 +152,12 @@ class Once:
         is_bound: bool,
         until: str = "end",
         again: bool = False,
+        debounce: float | timedelta | None = None,
+        at_most: float | timedelta | None = None,
     ) -> None:
         """Fields of *name* are arguments of *function*, except the first one if it *is_bound*; None: all of them.
 
-        TypeError or ValueError if *until* and *again* do not go together.
+        TypeError or ValueError for a wrong time, or if *until*, *again*, *debounce* and *at_most* do not go together.
         """
         self.lease, self.using, self.title = lease, using, title_of(function)
         if until not in {"start", "end"}:
@@ -132,8 +166,12 @@ class Once:
             raise ValueError(
                 'again=True waits for the body that runs; with until="start", both run.'
             )
+        self.debounce, self.at_most = _checked_debounce(debounce, at_most, until)
+        again = again or self.debounce > 0
         #: Whether the name is free while the body runs; and whether bodies then wait for each other.
         self.frees_at_start, self.again = again or until == "start", again
+        #: Raises NotSupported if messages cannot be put off.
+        self.check_queue: Callable[[], None] = lambda: None
         # The sender of the task passes no first argument.
         called = MethodType(function, object()) if is_bound else function
         self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
@@ -150,7 +188,11 @@ class Once:
         declared.add(self)
 
     def check_against(self, backend: BaseLockBackend) -> None:
-        """Raise NotSupported if the lease cannot be sent in a message."""
+        """Raise NotSupported if the lease cannot be sent in a message, or the message not be put off."""
+        self._check_lease(backend)
+        self.check_queue()
+
+    def _check_lease(self, backend: BaseLockBackend) -> None:
         if not backend.supports_detach:
             raise NotSupported(
                 self.using, "unique_task()", backend.instead or "Its locks cannot be handed over."
@@ -161,9 +203,9 @@ class Once:
         return checked_name(self._name_for(args, kwargs))
 
     def terms(self, purpose: str) -> dict[str, Any]:
-        """Return the arguments of its lock; NotSupported as of check_against()."""
+        """Return the arguments of its lock; NotSupported if its lease cannot be sent."""
         backend = locks[self.using]
-        self.check_against(backend)
+        self._check_lease(backend)
         # While the task runs, its lease is renewed.
         ttl = min(backend.ttl, self.lease)
         return {"using": self.using, "ttl": ttl, "purpose": purpose, "template": self.template}
@@ -192,6 +234,33 @@ class Once:
     async def abegin(self, held: Lease) -> None:
         if self.frees_at_start:
             await held.arelease()
+
+    def note_call(self, name: str) -> None:
+        """Note a call that the message which holds lock *name* serves: it is put off until *debounce* after it."""
+        if self.debounce:
+            backend, mark = self._mark(name)
+            if not settled(partial(backend.extend, [mark]))[0]:
+                settled(partial(backend.try_acquire, mark, queued=False))
+
+    def wait_left(self, name: str, first: Postmark | None) -> float:
+        """Return for how many more seconds a message that holds *name* is put off; *first* is of the first call.
+
+        What a message without it brings runs at once: a retry, a step of a workflow, a lease of the caller.
+        """
+        if first is None:
+            return 0.0
+        backend, mark = self._mark(name)
+        busy = settled(partial(backend.probe, mark))
+        since_last = (busy and busy.remaining) or 0.0
+        return max(0.0, min(since_last, self.at_most - clock.travelled(*first)))
+
+    def _mark(self, name: str) -> tuple[BaseLockBackend, Request]:
+        """Return the request of the lock that is held until *debounce* after the last call; all callers are its owner."""
+        backend = locks[self.using]
+        holder = Holder.current(f"calls of {self.title}")
+        request = backend.request(f"{name}:called", ttl=self.debounce, holder=holder)
+        owner = salted_hmac(SALT, request.key, algorithm="sha256").hexdigest()[:32]
+        return backend, replace(request, owner=Secret(owner))
 
     def note_under_way(self, busy: LockNotAcquired) -> None:
         """Log that a message was not sent, because the task is under way."""
@@ -233,18 +302,32 @@ def _as_text(value: object) -> str:
     raise TypeError(f"{value.__class__.__name__} has no text that is the same in every process")
 
 
-def packed(text: str, name: str) -> str:
-    """Return what a message carries: the *text* of a lease of lock *name*, or this text, if any, and the signed *name*."""
+class Carried(NamedTuple):
+    """What a message carries: the text of a lease and the name of its lock, each maybe empty.
+
+    *first*: when the first call of a task with debounce was made; None for a message that is not put off.
+    """
+
+    text: str
+    name: str
+    first: Postmark | None = None
+
+
+def packed(text: str, name: str, first: Postmark | None = None) -> str:
+    """Return the text of Carried: the *text* of a lease, if any, and what that does not tell, signed."""
+    if first is not None:
+        return f"{text} {signing.dumps([name, first], salt=SALT)}"
     # Workers of an earlier release can read the text alone.
     return text if name_in(text) == name else f"{text} {signing.dumps(name, salt=SALT)}"
 
 
-def unpacked(carried: str) -> tuple[str, str]:
-    """Return the text of a lease and the name, each maybe empty, of what packed() or Lease.detach() returned."""
+def unpacked(carried: str) -> Carried:
+    """Return what is in the result of packed() or Lease.detach()."""
     text, _, signed = carried.partition(" ")
     with suppress(BadSignature, UnicodeError):
-        return text, signing.loads(signed, salt=SALT)
-    return text, name_in(text)
+        told = signing.loads(signed, salt=SALT)
+        return Carried(text, told) if isinstance(told, str) else Carried(text, *told)
+    return Carried(text, name_in(text))
 
 
 def free(lease: Lease) -> None:

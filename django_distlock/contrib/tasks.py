@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import partial, wraps
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Literal, Never, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
 
 from asgiref.sync import sync_to_async
 from django.dispatch import receiver
+from django.utils import timezone
 
 from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine.lease import Lease
-from django_distlock.exceptions import LockNotAcquired
+from django_distlock.exceptions import LockNotAcquired, NotSupported
+from django_distlock.ground import clock
 from django_distlock.ground.holder import task_text
-from django_distlock.ground.naming import title_of
 from django_distlock.lock import Lock
 from django_distlock.transactions import call_at_rollback
 
@@ -24,6 +27,7 @@ from .once import (
     HEADER,
     LEASE,
     Once,
+    Postmark,
     checked_lease,
     free,
     is_decorated,
@@ -42,13 +46,12 @@ except ImportError:  # Django 5.2 has them by the package django-tasks
     from django_tasks.signals import task_started  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from django.tasks import TaskResult
 
-#: The function that a worker is about to call, and the id of its task.
-_started: ContextVar[tuple[object, str]] = ContextVar("distlock_started", default=(None, ""))
+#: The task that a worker is about to run, and the id of its message.
+_started: ContextVar[tuple[Any, str]] = ContextVar("distlock_started", default=(None, ""))
 
 
 @overload
@@ -62,6 +65,8 @@ def unique_task(
     using: str = DEFAULT_ALIAS,
     until: Literal["start", "end"] = "end",
     again: bool = False,
+    debounce: float | timedelta | None = None,
+    at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], UniqueTask]: ...
 def unique_task(
@@ -72,6 +77,8 @@ def unique_task(
     using: str = DEFAULT_ALIAS,
     until: Literal["start", "end"] = "end",
     again: bool = False,
+    debounce: float | timedelta | None = None,
+    at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Any:
     """Make a task that is under way once: it is locked when it is enqueued, and until it has ended.
@@ -85,9 +92,17 @@ def unique_task(
     *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
     then, too, but the next body waits, in its worker, until this one has ended: what is enqueued meanwhile
     runs after it, once.
+
+    *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
+    by default ten times *debounce*. What is enqueued while it runs leads to another one, as with *again*.
     """
-    words = {"lease": lease, "using": using, "until": until, "again": again, **options}
-    seconds = checked_lease(name, words)
+    terms: dict[str, Any] = {
+        "until": until,
+        "again": again,
+        "debounce": debounce,
+        "at_most": at_most,
+    }
+    seconds = checked_lease(name, {"lease": lease, "using": using, **terms, **options})
     named = None if is_decorated(name) else name
 
     def decorate(function: Callable[..., Any]) -> UniqueTask:
@@ -95,35 +110,21 @@ def unique_task(
             msg = "unique_task() makes the task itself; leave @task out and give its arguments to unique_task()."
             raise TypeError(msg)
         has_context = bool(options.get("takes_context"))
-        once = Once(function, named, seconds, using, is_bound=has_context, until=until, again=again)
-
-        def arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Lock]:
-            """Take the text of a lease, maybe empty, out of *kwargs*; return it and the lock of the call."""
-            started, task_id = _started.get()
-            _started.set((None, ""))
-            purpose = task_text(title_of(function), task_id if started is run else "")
-            text, name = unpacked(kwargs.pop(HEADER, ""))
-            # The name as it was sent: JSON may have changed the arguments that it was made of.
-            name = name or once.name_for(args[has_context:], kwargs)
-            return text, Lock(name, **once.terms(purpose))
+        once = Once(function, named, seconds, using, is_bound=has_context, **terms)
 
         # Workers call this function directly, or through the task.
         if iscoroutinefunction(function):
 
             @wraps(function)
             async def run(*args: Any, **kwargs: Any) -> Any:
-                text, lock = arriving(args, kwargs)
-                async with await _aarrive(text, lock) as held, once.beside(held, lock):
-                    await once.abegin(held)
-                    return await function(*args, **kwargs)
+                async with _Message.of(unique, args, kwargs).abegun() as is_begun:
+                    return await function(*args, **kwargs) if is_begun else None
         else:
 
             @wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                text, lock = arriving(args, kwargs)
-                with _arrive(text, lock) as held, once.beside(held, lock):
-                    once.begin(held)
-                    return function(*args, **kwargs)
+                with _Message.of(unique, args, kwargs).begun() as is_begun:
+                    return function(*args, **kwargs) if is_begun else None
 
         run.once = once  # type: ignore[attr-defined]
         made = task(**options)(run)
@@ -132,6 +133,8 @@ def unique_task(
         if type(made) is not Task:
             kind = type("UniqueTask", (UniqueTask, type(made)), {"__slots__": ()})
         unique: UniqueTask = kind(**{each.name: getattr(made, each.name) for each in fields(made)})
+        if once.debounce:
+            once.check_queue = partial(check_queue, unique)
         return unique
 
     return decorate(name) if is_decorated(name) else decorate
@@ -147,52 +150,160 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
 
         The text of ``Lease.detach()`` as the argument *distlock* gives the caller's lease to the task.
         """
-        once: Once = self.func.once  # type: ignore[attr-defined]
-        handed = kwargs.pop(HEADER, None)
+        once, handed = _once(self), kwargs.pop(HEADER, None)
         name, terms = once.name_for(args, kwargs), once.terms(self.module_path)
         if handed is not None:
-            return super().enqueue(*args, **kwargs, **{HEADER: packed(handed, name)})
-        wait = self.run_after.timestamp() - time.time() if self.run_after else 0.0
+            return _send(self, packed(handed, name), args, kwargs)
+        task, first = self._debounced() if once.debounce else (self, None)
         lock = Lock(name, **terms, timeout=0, reentrant=False)
         try:
             refuse_event_loop(once.using, "await task.aenqueue(...)")
             with lock as lease:
-                text = lease.hand_over(once.lease + max(0.0, wait))
+                carried = _handed_over(task, lease, first)
         except LockNotAcquired as busy:
             if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
                 raise  # no task of this kind holds it
             once.note_under_way(busy)
+            once.note_call(name)
             return None
-        try:
-            result = super().enqueue(*args, **kwargs, **{HEADER: packed(text, name)})
-        except BaseException:
-            free(lease)
-            raise
-        # A queue in the database drops the message at a rollback, too.
-        call_at_rollback(partial(free, lease))
-        return result
+        return _send_or_free(task, lease, carried, args, kwargs)
+
+    def _debounced(self) -> tuple[UniqueTask, Postmark]:
+        """Return the task to send for the first call, and when that was made."""
+        if self.run_after:
+            raise ValueError(f"debounce says when {self.name} runs: enqueue it without run_after.")
+        check_queue(self)
+        return _later(self, _once(self).debounce), clock.postmark()
 
     async def aenqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # as above
         """Run enqueue() in a thread, as Django's own task backends do."""
         return await sync_to_async(self.enqueue)(*args, **kwargs)
 
 
+class _CannotDelay(NotSupported):
+    """The queue of a task with debounce, an alias of TASKS, runs all tasks at once."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace("DISTLOCK", "TASKS", 1)
+
+
+def check_queue(task: UniqueTask) -> None:
+    """Raise NotSupported if a task with debounce cannot be sent for later."""
+    if not task.get_backend().supports_defer:
+        instead = "Give the task a backend= that does, or in tests the dummy backend."
+        raise _CannotDelay(task.backend, "run_after, which debounce needs", instead)
+
+
+def _once(task: UniqueTask) -> Once:
+    once: Once = task.func.once  # type: ignore[attr-defined]
+    return once
+
+
+def _later(task: UniqueTask, wait: float) -> UniqueTask:
+    """Return *task* for a message that is due in *wait* seconds."""
+    later: Any = task.using(run_after=timezone.now() + timedelta(seconds=wait))
+    return later  # type: ignore[no-any-return]  # the stubs of django-tasks differ
+
+
+def _handed_over(task: UniqueTask, lease: Lease, first: Postmark | None) -> str:
+    """Return what a message of *task* carries, with *lease* in it."""
+    wait = task.run_after.timestamp() - time.time() if task.run_after else 0.0
+    return packed(lease.hand_over(_once(task).lease + max(0.0, wait)), lease.name, first)
+
+
+def _send(
+    task: UniqueTask, carried: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TaskResult[..., Any]:
+    return super(UniqueTask, task).enqueue(*args, **kwargs, **{HEADER: carried})
+
+
+def _send_or_free(
+    task: UniqueTask, lease: Lease, carried: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TaskResult[..., Any]:
+    """Send *task* with what it carries; if that fails or is rolled back, *lease* is free."""
+    try:
+        result = _send(task, carried, args, kwargs)
+    except BaseException:
+        free(lease)
+        raise
+    # A queue in the database drops the message at a rollback, too.
+    call_at_rollback(partial(free, lease))
+    return result
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a worker runs, or a call in place: its lock, and the lease and the first call that it brought, if any."""
+
+    task: UniqueTask
+    lock: Lock
+    text: str
+    first: Postmark | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, task: UniqueTask, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """Return the message that calls *task*, and take what it carries out of *kwargs*."""
+        started, task_id = _started.get()
+        _started.set((None, ""))
+        once = _once(task)
+        if started is None or started.func is not task.func:
+            started, task_id = task, ""
+        text, name, first = unpacked(kwargs.pop(HEADER, ""))
+        args = args[task.takes_context :]
+        # The name as it was sent: JSON may have changed the arguments that it was made of.
+        name = name or once.name_for(args, kwargs)
+        lock = Lock(name, **once.terms(task_text(once.title, task_id)))
+        return cls(started, lock, text, first, args, kwargs)
+
+    @contextmanager
+    def begun(self) -> Iterator[bool]:
+        """Hold in the block what the body needs; give False, and nothing, if the message is put off."""
+        once = _once(self.task)
+        with self._arrive() as held:
+            if self._is_put_off(held):
+                yield False
+                return
+            with once.beside(held, self.lock):
+                once.begin(held)
+                yield True
+
+    @asynccontextmanager
+    async def abegun(self) -> AsyncIterator[bool]:
+        once = _once(self.task)
+        async with await self._aarrive() as held:
+            if self.first is not None and await sync_to_async(self._is_put_off)(held):
+                yield False
+                return
+            async with once.beside(held, self.lock):
+                await once.abegin(held)
+                yield True
+
+    def _arrive(self) -> Lease:
+        """Return the lease in the message, or a new one."""
+        if self.text:
+            with unless_ended(self.lock, self.text):
+                return Lease.attach(self.text, self.lock.terms.purpose)
+        # It waited for longer than its lease, is a second copy, or the task is called as a function.
+        return self.lock.take(0)
+
+    async def _aarrive(self) -> Lease:
+        if self.text:
+            with unless_ended(self.lock, self.text):
+                return await Lease.aattach(self.text, self.lock.terms.purpose)
+        return await self.lock.atake(0)
+
+    def _is_put_off(self, held: Lease) -> bool:
+        """Send it again with the lease *held* if the task was called meanwhile; return whether it was."""
+        wait = _once(self.task).wait_left(held.name, self.first)
+        if wait:
+            task = _later(self.task, wait)
+            carried = _handed_over(task, held, self.first)
+            _send_or_free(task, held, carried, self.args, self.kwargs)
+        return wait > 0
+
+
 @receiver(task_started)
 def _note(task_result: TaskResult[..., Any], **_: Never) -> None:
-    _started.set((task_result.task.func, task_result.id))
-
-
-def _arrive(text: str, lock: Lock) -> Lease:
-    """Return the lease in the message, or a new one."""
-    if text:
-        with unless_ended(lock, text):
-            return Lease.attach(text, lock.terms.purpose)
-    # It waited for longer than its lease, is a second copy, or the task is called as a function.
-    return lock.take(0)
-
-
-async def _aarrive(text: str, lock: Lock) -> Lease:
-    if text:
-        with unless_ended(lock, text):
-            return await Lease.aattach(text, lock.terms.purpose)
-    return await lock.atake(0)
+    _started.set((task_result.task, task_result.id))

@@ -204,6 +204,14 @@ def import_orders(shop_id: int) -> str:
     return str(shop_id)
 
 
+@unique_task("index:{shop_id}", debounce=30, at_most=timedelta(minutes=5))
+def index_shop(shop_id: int) -> None: ...
+
+
+@tasks.unique_task("index:{shop_id}", debounce=timedelta(seconds=30), at_most=300)
+def index_orders(shop_id: int) -> None: ...
+
+
 @unique_task
 def import_prices(shop_id: int) -> None: ...
 

@@ -70,9 +70,7 @@ def test_functions_and_tasks_are_told_whose_alias_cannot_do_what_they_want(
     task = Once(fine, "a", 60, "zk", is_bound=False)
 
     scope = f"{fine.__module__}.{fine.__qualname__}".removesuffix("fine")
-    hint = (
-        f"Give it another using=, or leave out what this alias cannot do. See {PAGE}#distlock-e010"
-    )
+    hint = f"Give it another alias, or leave out what this one cannot do. See {PAGE}#distlock-e010"
     problems = {
         "fine()": "DISTLOCK['zk'] does not support unique_task(). Its locks cannot be handed over.",
         "nightly()": "DISTLOCK['zk'] does not support min_hold.",

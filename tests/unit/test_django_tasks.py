@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,8 @@ from django_distlock import (
     locks,
     skip,
 )
+from django_distlock.checks import check_settings
+from django_distlock.ground.clock import lease_time
 from django_distlock.signals import lock_acquired, lock_detached, lock_released
 from tests.contract.crew import held_in_thread, start
 from tests.fixtures.eventually import eventually, never
@@ -37,6 +42,7 @@ unique_task = import_module("django_distlock.contrib.tasks").unique_task
 pytestmark = pytest.mark.usefixtures("memory")
 
 Task: Any = import_module(f"{PACKAGE}.base").Task
+task_started: Any = import_module(f"{PACKAGE}.signals").task_started
 DummyBackend: Any = import_module(f"{PACKAGE}.backends.dummy").DummyBackend
 
 
@@ -175,6 +181,27 @@ async def afree_at_start(number: int) -> list[bool]:
     return [await lock(f"once:{number}{part}").alocked() for part in ("", ":running")]
 
 
+#: Seconds: a body begins so long after the last call, and at the latest so long after the first one.
+QUIET, AT_MOST = 0.5, 1.5
+debounce = partial(unique_task, "once:{number}", debounce=QUIET, at_most=timedelta(seconds=AT_MOST))
+
+
+@debounce()
+def quiet(number: int) -> list[bool]:
+    return [lock(f"once:{number}{part}").locked() for part in ("", ":running", ":called")]
+
+
+@debounce()
+async def aquiet(number: int) -> list[bool]:
+    return [await lock(f"once:{number}{part}").alocked() for part in ("", ":running", ":called")]
+
+
+@debounce(takes_context=True)
+def calls_itself(context: Any, number: int) -> int:
+    again = calls_itself.using(backend="queue")
+    return len([each for each in range(3) if again.enqueue(number)])
+
+
 @unique_task
 def by_all_arguments(number: int, month: str = "May") -> bool:
     return lock(f'{__name__}.by_all_arguments(number={number}, month="{month}")').locked()
@@ -262,6 +289,140 @@ def test_what_is_sent_while_it_runs_waits_for_its_end_and_is_sent_once(task: Any
         assert in_queue.enqueue(7) is None
     assert running.result(20) == [False, True]
     assert in_queue.enqueue(7)
+
+
+# Those that wait for quiet.
+
+
+def start_next() -> Any:
+    """Do what a worker does with the last message, as if it were due; None if it is put off."""
+    message = queued()[-1]
+    task_started.send(DummyBackend, task_result=message)
+    return run(message)
+
+
+def seconds_until_due() -> float:
+    due = queued()[-1].task.run_after - timezone.now()
+    return float(due.total_seconds())
+
+
+@pytest.mark.parametrize("task", [quiet, aquiet])
+def test_a_body_begins_when_it_has_been_quiet(task: Any) -> None:
+    task = task.using(backend="queue")
+    assert task.enqueue(7)
+    assert seconds_until_due() == pytest.approx(QUIET, abs=0.2)
+    assert not lock("once:7:called").locked()
+    assert task.enqueue(7) is task.enqueue(7) is None
+
+    assert start_next() is None
+
+    assert 0 < seconds_until_due() <= QUIET
+    assert task.enqueue(7) is None
+    eventually(lambda: not lock("once:7:called").locked())
+    assert start_next() == [False, True, False]
+    assert [message.args for message in queued()] == [[7], [7]]
+    assert task.enqueue(7)
+
+
+@pytest.mark.parametrize("task", [quiet, aquiet])
+def test_while_calls_go_on_it_begins_at_the_latest_time(task: Any) -> None:
+    task, began = task.using(backend="queue"), lease_time()
+    assert task.enqueue(7)
+    while True:
+        task.enqueue(7)
+        if start_next() is not None:
+            break
+        assert seconds_until_due() <= AT_MOST - (lease_time() - began) + 0.1
+
+    assert AT_MOST <= lease_time() - began < AT_MOST + 1
+
+
+def test_a_message_that_is_put_off_keeps_its_queue_and_its_lease() -> None:
+    task = quiet.using(backend="queue", queue_name="slow", priority=7)
+    task.enqueue(number=7)
+    task.enqueue(number=7)
+
+    assert start_next() is None
+
+    assert (queued()[-1].task.queue_name, queued()[-1].task.priority) == ("slow", 7)
+    held = {each.name: each.remaining for each in locks["default"].held()}
+    assert held["once:7"] == pytest.approx(3600, abs=5)
+
+
+def test_what_is_called_while_it_runs_leads_to_one_more() -> None:
+    calls_itself.using(backend="queue").enqueue(7)
+    [message] = queued()
+
+    assert message.task.call(None, *message.args, **message.kwargs) == 1
+
+    assert len(queued()) == 2
+    assert seconds_until_due() == pytest.approx(QUIET, abs=0.2)
+
+
+def test_called_in_place_or_with_a_lease_it_does_not_wait() -> None:
+    assert quiet.call(7) == [False, True, False]
+    assert quiet.enqueue(8, distlock=handed_over("once:8")).return_value == [False, True, False]
+
+
+def test_a_message_that_cannot_be_put_off_frees_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        quiet.using(backend="queue").enqueue(7)
+    monkeypatch.setattr(DummyBackend, "enqueue", Broken.enqueue)
+
+    with pytest.raises(OSError, match="the queue is gone"):
+        start_next()
+
+    assert not lock("once:7").locked()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "problem"),
+    [
+        ({"debounce": 0}, ValueError, "debounce must be more than 0 seconds"),
+        ({"debounce": -1}, ValueError, "debounce must be more than 0 seconds"),
+        ({"debounce": math.nan}, ValueError, "debounce must be more than 0 seconds"),
+        ({"debounce": "30"}, TypeError, "debounce must be a number of seconds or a timedelta"),
+        ({"debounce": 30, "at_most": math.inf}, ValueError, "at_most must be more than 0"),
+        (
+            {"debounce": 30, "at_most": 29},
+            ValueError,
+            r"at_most must be debounce \(30 seconds\) or",
+        ),
+        ({"at_most": 300}, ValueError, "give debounce, too"),
+        ({"debounce": 30, "until": "start"}, ValueError, 'leave out until="start"'),
+    ],
+)
+def test_times_that_cannot_be_waited_for_are_refused(
+    words: dict[str, Any], kind: type[Exception], problem: str
+) -> None:
+    with pytest.raises(kind, match=problem):
+        unique_task("once:{number}", **words)(once.func.__wrapped__)
+
+
+def test_without_at_most_it_waits_ten_times_as_long() -> None:
+    assert unique_task(debounce=30)(by_all_arguments.func.__wrapped__).func.once.at_most == 300
+
+
+def test_a_time_of_ones_own_is_refused() -> None:
+    later = quiet.using(backend="queue", run_after=timezone.now() + timedelta(seconds=1000))
+    with pytest.raises(ValueError, match="quiet runs: enqueue it without run_after"):
+        later.enqueue(7)
+
+    assert not lock("once:7").locked()
+
+
+def test_a_queue_that_cannot_wait_is_refused_and_told() -> None:
+    problem = r"TASKS\['default'\] does not support run_after, which debounce needs\. Give the task"
+    with pytest.raises(NotSupported, match=problem):
+        quiet.enqueue(7)
+    assert not lock("once:7").locked()
+
+    task = unique_task("once:{number}", debounce=30)(once.func.__wrapped__)
+
+    [told] = [each for each in check_settings() if each.msg.startswith(f"{__name__}.once()")]
+    assert told.id == "distlock.E010"
+    assert re.search(problem, told.msg)
+    del task
 
 
 @pytest.mark.parametrize("task", [tells, atells])

@@ -1,0 +1,238 @@
+"""Tasks that wait for quiet: real workers, whose broker, results and locks are on a real Redis."""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import chain, group
+from celery.app.trace import trace_task
+from kombu.exceptions import OperationalError
+
+from django_distlock import lock, locks
+from django_distlock.ground.clock import lease_time
+from testproject.celery import app
+from tests.fixtures.celery_worker import close_results
+from tests.fixtures.eventually import eventually, never
+from tests.integration import debounced_tasks as tasks, unique_tasks
+from tests.integration.celery_tasks import Diary
+from tests.integration.debounced_tasks import AT_MOST, QUIET, Calls
+from tests.integration.test_celery import FORGIVING, began
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
+
+TASKS = f"{tasks.__name__},{unique_tasks.__name__}"
+A_SECOND = 40
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("celery_connections"),
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex"),  # by Celery
+]
+
+
+@pytest.fixture(scope="module")
+def worker(start_workers: StartWorkers) -> CeleryWorker:
+    """One with two processes, which tests leave as it is."""
+    return start_workers(include=TASKS)[0]
+
+
+@pytest.fixture
+def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
+    diary = Diary(f"{request.node.name}:{os.getpid()}")
+    yield diary
+    # A test that failed must not keep the worker busy.
+    diary.let_go(9)
+    diary.close()
+
+
+def is_free(diary: Diary) -> bool:
+    return not lock(f"once:{diary.page}", using="redis").locked()
+
+
+def send_to(worker: CeleryWorker | str, diary: Diary, **options: Any) -> Any:
+    queue = worker if isinstance(worker, str) else worker.queue
+    return tasks.quiet.apply_async((diary.page,), queue=queue, **options)
+
+
+def call(task: Any, worker: CeleryWorker, folder: Path) -> None:
+    Calls(str(folder)).add()
+    task.apply_async((str(folder),), queue=worker.queue)
+
+
+def call_for(seconds: float, pause: Any, *call_of: Any) -> None:
+    """Call again and again, with connections that end with the thread."""
+    ends = lease_time() + seconds
+    try:
+        while lease_time() < ends:
+            call(*call_of)
+            never(bool, pause())
+    finally:
+        close_results(app)
+
+
+def call_in_two_threads(*of: Any) -> None:
+    with ThreadPoolExecutor(2) as senders:
+        for sender in [senders.submit(call_for, *of) for _ in range(2)]:
+            sender.result()
+
+
+def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call(
+    worker: CeleryWorker, tmp_path: Path
+) -> None:
+    calls, seconds = Calls(str(tmp_path)), 4 * AT_MOST
+
+    call_in_two_threads(seconds, lambda: 2 / A_SECOND, tasks.see, worker, tmp_path)
+
+    assert not calls.are_seen()
+    last = lease_time()
+    eventually(calls.are_seen, AT_MOST + 5)
+    assert lease_time() - last > QUIET / 2
+    assert calls.number > seconds * A_SECOND / 2
+    # A message that is due is taken at once, and a body is over at once.
+    assert seconds / AT_MOST / 2 <= len(calls.seen) <= seconds / AT_MOST + 1
+
+
+def test_calls_at_any_moment_are_seen(worker: CeleryWorker, tmp_path: Path) -> None:
+    calls, random_pause = Calls(str(tmp_path)), lambda: random.uniform(0, 0.15)
+    for _ in range(10):
+        call_in_two_threads(1, random_pause, tasks.see_soon, worker, tmp_path)
+
+        eventually(calls.are_seen, 5)
+
+
+def test_each_call_gets_the_result_of_the_body_that_sees_it(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, diary)
+
+    again = [send_to(worker, diary) for _ in range(3)]
+    never(diary.read, QUIET / 2)
+    again.append(send_to(worker, diary))
+
+    assert {each.id for each in again} == {first.id}
+    never(diary.read, QUIET * 0.8)
+    began(diary, 1)
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+
+
+def test_what_is_called_while_a_long_body_runs_is_run_after_it_once(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, diary)
+    began(diary, 1)
+
+    second, third = send_to(worker, diary), send_to(worker, diary)
+
+    assert first.id != second.id == third.id
+    never(lambda: len(diary.read()) > 1, AT_MOST + 1)
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+    began(diary, 2)
+    diary.let_go()
+    assert second.get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+
+
+def test_steps_of_a_workflow_run_and_wait_too(worker: CeleryWorker, diary: Diary) -> None:
+    diary.let_go(3)
+    step = tasks.quiet.si(diary.page).set(queue=worker.queue)
+
+    both = group(step, step).apply_async()
+    end = chain(step, unique_tasks.after.s().set(queue=worker.queue)).apply_async()
+
+    never(diary.read, QUIET * 0.8)
+    assert both.get(timeout=40) == ["done", "done"]
+    assert end.get(timeout=40) == "after done"
+
+
+def test_a_killed_worker_leaves_its_message_to_another(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(include=TASKS, **FORGIVING)
+    first = send_to(worker, diary)
+    eventually(lambda: f"[{first.id}] received" in worker.log, 20)
+
+    worker.kill()
+
+    assert send_to(worker, diary).id == first.id
+    worker.launch()
+    began(diary, 1)
+    assert is_free(diary)
+    diary.let_go(2)
+    assert first.get(timeout=30) == "done"
+    worker.stop()
+
+
+# What needs no worker.
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was sent, instead of sending it."""
+    sent: list[dict[str, Any]] = []
+
+    def note(*_: Any, task_id: str, **options: Any) -> Any:
+        sent.append({"id": task_id, **options})
+        return app.AsyncResult(task_id)
+
+    monkeypatch.setattr(app, "send_task", note)
+    return sent
+
+
+def test_the_name_is_kept_for_as_long_as_it_waits(diary: Diary, sent: list[Any]) -> None:
+    send_to("nobody-works-here", diary)
+
+    assert sent[0]["countdown"] == QUIET
+    [held] = [each for each in locks["redis"].held() if each.name == f"once:{diary.page}"]
+    assert held.remaining == pytest.approx(60 + QUIET, abs=1)
+
+
+@pytest.mark.parametrize("words", [{"countdown": 5}, {"eta": "2030-01-01T00:00:00"}])
+def test_a_time_of_ones_own_is_refused(diary: Diary, words: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="send it without countdown and eta"):
+        send_to("nobody-works-here", diary, **words)
+
+    assert is_free(diary)
+
+
+def test_a_message_that_cannot_be_put_off_runs(
+    diary: Diary, sent: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OperationalError("the broker is gone")
+
+    for _ in range(2):
+        send_to("nobody-works-here", diary)
+    monkeypatch.setattr(app, "send_task", fail)
+    diary.let_go()
+
+    request = {"id": sent[0]["id"], "headers": sent[0]["headers"], "delivery_info": {}}
+    traced = trace_task(tasks.quiet, request["id"], [diary.page], {}, request, app=app)
+
+    assert (traced.info, traced.retval) == (None, "done")
+    assert "quiet is not put off, and runs now: the broker is gone" in caplog.text
+    assert is_free(diary)
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    app.conf.task_always_eager = True
+    yield
+    app.conf.task_always_eager = False
+
+
+@pytest.mark.usefixtures("eager")
+def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
+    diary.let_go(2)
+
+    assert tasks.quiet.delay(diary.page).get() == "done"
+    assert tasks.quiet.delay(diary.page).get() == "done"
+    assert is_free(diary)
