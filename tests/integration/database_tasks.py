@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from django_distlock.contrib.tasks import unique_task
+from tests.fixtures.calls import Calls
 from tests.fixtures.eventually import eventually
 
 #: How long a message keeps the name, and how long a task does that died.
 LEASE = 4
 LONGEST = 60
+#: Seconds: a body begins so long after the last call, and at the latest so long after the first one.
+QUIET, AT_MOST = 1, 3
 unique = partial(unique_task, "once:{folder}", lease=LEASE, backend="database")
 
 
@@ -41,4 +44,22 @@ async def aonce(context: Any, folder: str) -> str:
 
 @unique(again=True)
 def once_more(folder: str) -> str:
+    return body(folder)
+
+
+debounced = partial(unique, lease=60, debounce=QUIET, at_most=AT_MOST)
+
+
+@debounced()
+def see(folder: str) -> None:
+    Calls(folder).see()
+
+
+@debounced()
+async def asee(folder: str) -> None:
+    Calls(folder).see()
+
+
+@debounced()
+def quiet(folder: str) -> str:
     return body(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 from django.apps import apps
+from django.db import connections
 
 from django_distlock import lock, locks
+from django_distlock.ground.clock import lease_time
+from tests.fixtures.calls import Calls
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.launch import launch
 
@@ -21,7 +25,7 @@ if not apps.is_installed("django_tasks_db"):
 DBTaskResult: Any = apps.get_model("django_tasks_database", "DBTaskResult")
 
 from tests.integration import database_tasks as tasks  # noqa: E402 - there must be tasks
-from tests.integration.database_tasks import LEASE  # noqa: E402 - as above
+from tests.integration.database_tasks import AT_MOST, LEASE  # noqa: E402 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,6 +131,75 @@ def test_what_is_sent_while_it_runs_is_run_after_it_once(worker: Worker, folder:
     let_go(folder)
     assert ended(first).return_value == ended(second).return_value == "done"
     assert len(began(folder)) == 2
+
+
+# Those that wait for quiet.
+
+
+def call_for(seconds: float, task: Any, folder: str) -> None:
+    """Call twenty times a second."""
+    calls, ends = Calls(folder), lease_time() + seconds
+    try:
+        while lease_time() < ends:
+            calls.add()
+            task.enqueue(folder)
+            never(bool, 0.05)
+    finally:
+        connections.close_all()
+
+
+@pytest.mark.parametrize("task", [tasks.see, tasks.asee], ids=["see", "asee"])
+def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call(
+    worker: Worker, folder: str, task: Any
+) -> None:
+    calls, seconds = Calls(folder), 3 * AT_MOST
+    calls.add()
+    task.enqueue(folder)
+    worker()
+    worker()
+    eventually(calls.are_seen, 30)
+
+    with ThreadPoolExecutor(2) as senders:
+        for sender in [senders.submit(call_for, seconds, task, folder) for _ in range(2)]:
+            sender.result()
+
+    eventually(calls.are_seen, AT_MOST + 5)
+    assert calls.number > seconds * 20
+    assert seconds / AT_MOST / 2 < len(calls.seen) <= seconds / AT_MOST + 2
+
+
+def test_what_is_called_while_a_long_body_runs_is_run_after_it_once_too(
+    worker: Worker, folder: str
+) -> None:
+    first = tasks.quiet.enqueue(folder)
+    worker()
+    worker()
+    began(folder)
+
+    second = tasks.quiet.enqueue(folder)
+
+    assert second
+    assert tasks.quiet.enqueue(folder) is None
+    never(lambda: len(began(folder)) > 1, AT_MOST + 1)
+    let_go(folder)
+    assert ended(first).return_value == "done"
+    assert len(began(folder, 2)) == 2
+
+
+def test_a_worker_that_is_killed_while_a_message_waits_does_no_harm(
+    worker: Worker, folder: str
+) -> None:
+    process, calls = worker(), Calls(folder)
+    calls.add()
+    tasks.see.enqueue(folder)
+    calls.add()
+    assert tasks.see.enqueue(folder) is None
+
+    process.kill()
+    worker()
+
+    eventually(calls.are_seen, 30)
+    assert len(calls.seen) == 1
 
 
 @BOTH
