@@ -20,7 +20,7 @@ from kombu.exceptions import OperationalError
 
 from django_distlock.conf import DEFAULT_ALIAS, LEAST_TTL
 from django_distlock.engine.lease import Lease
-from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
+from django_distlock.exceptions import LockBackendError, LockError, LockLost, LockNotAcquired
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder, task_text
 from django_distlock.ground.naming import log_fields, printable, warn
@@ -327,7 +327,17 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                 if request.is_eager:
                     raise
                 self._send_again(_pause(busy))
-        lease.leave(Ignore())  # a failed release can only be logged
+        try:
+            lease.release()
+        except LockBackendError as down:
+            # Until the name is free, a call is left out, which a body that has begun may not see.
+            if held is not None:
+                held.leave(down)
+            if request.is_eager:
+                raise
+            self._send_again(LOOK_AGAIN)
+        except LockError:
+            pass  # it was lost, which is logged, or could not be sent again
         return held
 
     def _leave_out_copy(self, lock: Lock) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from celery import chain, group
 from celery.app.trace import trace_task
+from celery.states import IGNORED
 from kombu.exceptions import OperationalError
 
-from django_distlock import lock, locks
+from django_distlock import LockBackendError, lock, locks
+from django_distlock.contrib.celery import LOOK_AGAIN
 from django_distlock.ground.clock import lease_time
 from testproject.celery import app
 from tests.fixtures.calls import Calls
@@ -185,6 +187,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return sent
 
 
+def run(message: dict[str, Any], diary: Diary) -> tuple[Any, Any]:
+    """Run *message* in this process, as a worker does; return the state that it ends in, and what it returns."""
+    request = {"id": message["id"], "headers": message["headers"], "delivery_info": {}}
+    traced = trace_task(tasks.quiet, message["id"], [diary.page], {}, request, app=app)
+    return traced.info and traced.info.state, traced.retval
+
+
 def test_the_name_is_kept_for_as_long_as_it_waits(diary: Diary, sent: list[Any]) -> None:
     send_to("nobody-works-here", diary)
 
@@ -212,12 +221,30 @@ def test_a_message_that_cannot_be_put_off_runs(
     monkeypatch.setattr(app, "send_task", fail)
     diary.let_go()
 
-    request = {"id": sent[0]["id"], "headers": sent[0]["headers"], "delivery_info": {}}
-    traced = trace_task(tasks.quiet, request["id"], [diary.page], {}, request, app=app)
-
-    assert (traced.info, traced.retval) == (None, "done")
+    assert run(sent[0], diary) == (None, "done")
     assert "quiet is not put off, and runs now: the broker is gone" in caplog.text
     assert is_free(diary)
+
+
+def test_a_body_does_not_begin_before_the_name_is_free(
+    diary: Diary, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = locks["redis"].release
+
+    def fail(request: Any) -> Any:
+        if request.name == f"once:{diary.page}":
+            raise LockBackendError("redis", "it is down")
+        return release(request)
+
+    first = send_to("nobody-works-here", diary)
+    with monkeypatch.context() as patch:
+        patch.setattr(locks["redis"], "release", fail)
+        assert run(sent[0], diary)[0] == IGNORED
+
+    eventually(lambda: is_free(diary))
+    assert (sent[1]["id"], sent[1]["countdown"]) == (first.id, LOOK_AGAIN)
+    diary.let_go()
+    assert run(sent[1], diary) == (None, "done")
 
 
 @pytest.fixture
