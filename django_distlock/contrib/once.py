@@ -245,7 +245,7 @@ class Once:
     def wait_left(self, name: str, first: Postmark | None) -> float:
         """Return for how many more seconds a message that holds *name* is put off; *first* is of the first call.
 
-        What a message without it brings runs at once: a retry, a step of a workflow, a lease of the caller.
+        A message without it is not put off: a retry, or one with the lease of its sender.
         """
         if first is None:
             return 0.0

@@ -15,7 +15,7 @@ from tests.fixtures.eventually import eventually
 LEASE = 4
 LONGEST = 60
 #: Seconds: a body begins so long after the last call, and at the latest so long after the first one.
-QUIET, AT_MOST = 1, 3
+QUIET, AT_MOST = 1, 5
 unique = partial(unique_task, "once:{folder}", lease=LEASE, backend="database")
 
 

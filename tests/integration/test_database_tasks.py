@@ -25,7 +25,7 @@ if not apps.is_installed("django_tasks_db"):
 DBTaskResult: Any = apps.get_model("django_tasks_database", "DBTaskResult")
 
 from tests.integration import database_tasks as tasks  # noqa: E402 - there must be tasks
-from tests.integration.database_tasks import AT_MOST, LEASE  # noqa: E402 - as above
+from tests.integration.database_tasks import AT_MOST, LEASE, QUIET  # noqa: E402 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,7 +152,7 @@ def call_for(seconds: float, task: Any, folder: str) -> None:
 def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call(
     worker: Worker, folder: str, task: Any
 ) -> None:
-    calls, seconds = Calls(folder), 3 * AT_MOST
+    calls, seconds = Calls(folder), 2 * AT_MOST
     calls.add()
     task.enqueue(folder)
     worker()
@@ -165,7 +165,7 @@ def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call
 
     eventually(calls.are_seen, AT_MOST + 5)
     assert calls.number > seconds * 20
-    assert seconds / AT_MOST / 2 < len(calls.seen) <= seconds / AT_MOST + 2
+    assert 1 < len(calls.seen) <= seconds / AT_MOST + 2
 
 
 def test_what_is_called_while_a_long_body_runs_is_run_after_it_once_too(
@@ -180,7 +180,7 @@ def test_what_is_called_while_a_long_body_runs_is_run_after_it_once_too(
 
     assert second
     assert tasks.quiet.enqueue(folder) is None
-    never(lambda: len(began(folder)) > 1, AT_MOST + 1)
+    never(lambda: len(began(folder)) > 1, 3 * QUIET)
     let_go(folder)
     assert ended(first).return_value == "done"
     assert len(began(folder, 2)) == 2

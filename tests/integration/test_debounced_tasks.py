@@ -90,13 +90,13 @@ def call_in_two_threads(*of: Any) -> None:
 def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call(
     worker: CeleryWorker, tmp_path: Path
 ) -> None:
-    calls, seconds = Calls(str(tmp_path)), 3 * AT_MOST
+    calls, seconds = Calls(str(tmp_path)), 2 * AT_MOST
 
     call_in_two_threads(seconds, lambda: 2 / A_SECOND, tasks.see, worker, tmp_path)
 
     eventually(calls.are_seen, AT_MOST + 5)
     assert calls.number > seconds * A_SECOND / 2
-    assert seconds / AT_MOST / 2 < len(calls.seen) <= seconds / AT_MOST + 1
+    assert 1 < len(calls.seen) <= seconds / AT_MOST + 1
 
 
 def test_calls_at_any_moment_are_seen(worker: CeleryWorker, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_is_called_while_a_long_body_runs_is_run_after_it_once(
     second, third = send_to(worker, diary), send_to(worker, diary)
 
     assert first.id != second.id == third.id
-    never(lambda: len(diary.read()) > 1, AT_MOST + 1)
+    never(lambda: len(diary.read()) > 1, 3 * QUIET)
     diary.let_go()
     assert first.get(timeout=30) == "done"
     began(diary, 2)
@@ -256,6 +256,7 @@ def eager() -> Iterator[None]:
 
 @pytest.mark.usefixtures("eager")
 def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
+    tasks.quiet.once.note_call(f"once:{diary.page}")
     diary.let_go(2)
 
     assert tasks.quiet.delay(diary.page).get() == "done"
