@@ -76,6 +76,10 @@ FOUND = """
 To see that it finds what it is for, four protections were taken out of a copy of the code, one at a time, and a run of less than a minute found each:
 a `check()` that does not compare the clock, and a renewal that reports a lost lease as extended (two holders), a token that is a plain counter (tokens that fall), and a write that does not compare the fence (lost updates).
 
+On 28 November 2026, `tools/check-history` and the checker of the torture agreed on short runs on 14 backends (no broken promise), on both controls, and on runs with six mistakes in the code of Redis or the engine: each found all six, with the same number of pairs of holders.
+The mistakes: a release that compares no owner, a writer beside readers, a token that is a plain counter, a save that compares no fence, a `check()` that does not compare the clock, and a refused renewal that counts as an extension.
+A deadline that counts from the reply was found by neither in runs of 15 seconds; [the model](model.md) and [the simulation](simulation.md) find it.
+
 Earlier runs have found three mistakes in the code, which are mended (the runs of these backends above were made after that):
 
 - etcd: a key that was given up twice, by the end of its ttl and by a release that was under way, freed its name twice; two holders of one process could then have one key, with the same token.
