@@ -135,9 +135,9 @@ class MySQL(Dialect):
                 cursor.execute(statement, known)
             return None
         is_ours, token, holder, left, is_our_turn = row
-        # Asked again after a lost reply, a lease counts from now, for the server too.
-        if is_ours and self.extend(cursor, [request])[0]:
-            return Grant(token)
+        if is_ours and holder is not None:
+            # Asked again after a lost reply, a lease counts from now, for the server too. It may have just ended.
+            return Grant(token) if self.extend(cursor, [request])[0] else None
         if left > 0:
             return busy(holder, left)
         return None if is_our_turn else Busy(remaining=0.0)
