@@ -49,6 +49,8 @@ class Promises:
         self._highest = self._claimed = self._saved = self._paid = 0
         #: What was committed after each step.
         self.seen = [server.see(key)]
+        #: The owners of leases that have ended.
+        self._expired: set[str | None] = set()
         #: The step at which the last release began.
         self.released_at = 0
         #: By session: the server's time after which its statement, which waited, was decided.
@@ -93,6 +95,7 @@ class Promises:
     def expire(self) -> None:
         """Let the lease end: its holder knows that by its own clock, which is earlier."""
         owner = self._server.expire(self._key)
+        self._expired.add(owner)
         for session, hold in [*self.holds.items()]:
             if hold.owner == owner:
                 del self.holds[session]
@@ -131,6 +134,7 @@ class Promises:
         lives = (seen.expires - earliest + self._server.grain) / TTL_US
         self._that(lives >= 1, "a lease lives its ttl", f"that of {who} lives {lives:.6f} of it")
         self.holds[session] = Hold(request.owner, token)
+        self._expired.discard(request.owner)
 
     def renewed(self, session: Session, is_kept: bool) -> None:
         def judge(seen: Seen) -> None:
@@ -147,7 +151,8 @@ class Promises:
         def judge(seen: Seen) -> None:
             # A repeated release is not recognised once a later holder has released, too.
             is_unknown = is_again and (hold is None or seen.token > hold.token)
-            is_true = is_unknown or (outcome is Release.RELEASED) == (hold is not None)
+            was_held = hold is not None and hold.owner not in self._expired
+            is_true = is_unknown or (outcome is Release.RELEASED) == was_held
             what = f"session {session.number}, of {hold}, was told {outcome}, row {seen}"
             self._that(is_true, "a release tells the truth", what)
             is_over = hold is None or seen.owner != hold.owner

@@ -56,8 +56,7 @@ class Stage:
         self._make_players()
 
     def close(self) -> None:
-        for player in self._players:
-            player.close()
+        self._close_players()
         if (backend := rowlock._backends.pop(self._alias, None)) is not None:
             backend.close()
         forget(self._alias)
@@ -78,16 +77,19 @@ class Stage:
             self._play(players, chooser, outcome)
         except (Broken, Exception) as broken:  # noqa: BLE001 - it is shown
             outcome.broken = broken
+            self._close_players()
             self._make_players()
         outcome.checked = promises.checked
         return outcome
 
-    def _make_players(self) -> None:
+    def _close_players(self) -> None:
         for player in self._players:
             if player.state != ENDED:
                 player.give_up()
         for player in self._players:
             player.close()
+
+    def _make_players(self) -> None:
         self._players = [Player(n + 1, self._server, self._alias) for n in range(SESSIONS)]
 
     def _play(self, players: list[Player], chooser: Chooser, outcome: Outcome) -> None:
@@ -150,8 +152,8 @@ class Stage:
         while running := [each for each in players if not each.stands_within(0)]:
             if running[0].stands_within(LOOK):
                 continue
+            # All of them at one moment: a session that has stopped since may have ended the wait of another.
             waiting = self._server.waiting([each.pid for each in running])
-            running = [each for each in running if not each.stands_within(0)]
             if all(each.pid in waiting for each in running):
                 break
             if monotonic() - began > LONGEST:
