@@ -483,8 +483,8 @@ class Lock:
         entries = lease.entries
         try:
             if entered is None:
-                acquire(lease, timeout)
                 note_held_here(backend.alias, key, lease.ref)
+                acquire(lease, timeout)
             else:
                 lease.enter()
             note(lease)
@@ -511,8 +511,8 @@ class Lock:
         entries = lease.entries
         try:
             if entered is None:
-                await aacquire(lease, timeout)
                 note_held_here(backend.alias, key, lease.ref)
+                await aacquire(lease, timeout)
             else:
                 lease.enter()
             if caller is not None:

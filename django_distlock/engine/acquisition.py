@@ -6,7 +6,6 @@ import enum
 import logging
 import math
 import random
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -35,14 +34,12 @@ from .background import background
 from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
 from .local_queue import ASKS, SILENT
-from .registry import registry
+from .registry import held_here, registry
 from .steps import SETTLE, Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, first_place, first_to_end
 from .waiting import Queueing, Wait, Way
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from django_distlock.engine.lease import Lease
     from django_distlock.ground.holder import Holder
 
@@ -53,13 +50,6 @@ logger = logging.getLogger("django_distlock")
 #: A request to the backend, or a wait: a function that a thread calls, and whose result a task awaits.
 Act = Callable[[], Any]
 
-#: The functions that acquire and release, and which of their variables is the lease.
-_AT_A_LOCK = {
-    "Lock.take": "lease",
-    "Lock.atake": "lease",
-    "Lease.release_now": "self",
-    "Lease._arelease": "self",
-}
 #: What LockDeadlock says to a signal handler, or a finalizer, that would wait for the code that it has interrupted.
 INTERRUPTS = "this code has interrupted its own thread in the midst of a lock: use timeout=0 here, or another thread"
 #: What it says to a task, of trio perhaps, whose wait would stop all tasks of its thread.
@@ -238,19 +228,6 @@ def _end(attempt: Attempt, error: BaseException) -> None:
         logger.error("Lock %s: %s", printable(lease.name), printable(error), extra=fields)
         waited, requests = attempt.wait.waited, attempt.requests
         announce(backend_failed, lease, error=error, waited=waited, requests=requests)
-
-
-def _has_interrupted(lease: Lease) -> bool:
-    """Return whether this thread stands in the midst of acquiring or releasing the same lock as *lease*."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as traceback does
-    while frame is not None:
-        if frame.f_code.co_qualname in _AT_A_LOCK:
-            other: Any = frame.f_locals.get(_AT_A_LOCK[frame.f_code.co_qualname])
-            is_another = isinstance(other, type(lease)) and other is not lease
-            if is_another and not other.has_ended and _lock_of(other) == _lock_of(lease):
-                return True
-        frame = frame.f_back
-    return False
 
 
 def _lock_of(lease: Lease) -> LockId:
@@ -706,11 +683,13 @@ class Attempt:
     def _refuse_to_wait_for_oneself(self) -> None:
         """Raise LockDeadlock to code that would wait for what its own thread does: a signal handler, a finalizer, a task of trio."""
         lease = self.lease
-        if has_interrupted_a_section() or _has_interrupted(lease):
+        mine = held_here(lease.using, lease.request.lock_key)
+        changing = [_lock_of(each) for each in mine if each is not lease and each.is_changing_here]
+        if has_interrupted_a_section() or _lock_of(lease) in changing:
             raise LockDeadlock(lease.name, INTERRUPTS)
         if runs_foreign_tasks() and self._limit is None:
-            mine = (each for each in registry.leases() if each.held and each.is_of_caller())
-            if any(_lock_of(each) == _lock_of(lease) for each in mine):
+            held = (each for each in registry.leases() if each.held and each.is_of_caller())
+            if any(_lock_of(each) == _lock_of(lease) for each in held):
                 raise LockDeadlock(lease.name, STOPS_HOLDER)
 
     def _refuse(self) -> NoReturn:

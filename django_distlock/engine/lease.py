@@ -501,6 +501,12 @@ class Lease(metaclass=_Shown):
         return self.caller is not None and any(each.is_current for each in self.entries)
 
     @property
+    def is_changing_here(self) -> bool:
+        """Whether the running thread or task is in the midst of acquiring or releasing it."""
+        is_changing = not self.is_entered and not self.has_ended
+        return is_changing and self.caller is not None and self.caller.is_current
+
+    @property
     def is_unattended(self) -> bool:
         """Whether it was handed on, or all callers that have it or are releasing it have ended."""
         caller = self.caller
@@ -701,8 +707,9 @@ class Lease(metaclass=_Shown):
     def _conclude(self, began: float, outcome: Release) -> None:
         if outcome is not Release.RELEASED:
             self.lose(f"the server says that it is {outcome.value}")
-        forget_here(self)
-        if not self._end(State.RELEASED) and self._state is State.LOST:
+        is_ended_now = self._end(State.RELEASED)
+        forget_here(self)  # last: until then, a signal handler finds it there
+        if not is_ended_now and self._state is State.LOST:
             if outcome is Release.TAKEN:
                 raise LockNotOwned(self.name)
             raise LockLost(self.name, self._reason)
@@ -854,11 +861,11 @@ class Lease(metaclass=_Shown):
         return True
 
     def _tell_of_the_end(self) -> None:
-        registry.discard(self)
         self.leave_line()
         if self._lets_others_in:
             # A writer waits in the line of writers, also where readers have one of their own.
             self.backend.queue.look_again(self.request.line)
+        registry.discard(self)
 
     @property
     def _held_for(self) -> float:

@@ -316,7 +316,7 @@ def _still_held(known: Iterable[Known]) -> tuple[Known, ...]:
     for each in known:
         lease = each()
         if lease is not None:
-            if lease.is_kept:
+            if not lease.has_ended:
                 kept[id(lease)] = lease.ref
         elif isinstance(each, Awaited) and not each.is_over:
             kept[id(each)] = each

@@ -119,6 +119,23 @@ def test_a_reentry_tells_nothing(using: str, name: str, told: Told) -> None:
     assert [word for word, _ in told] == ["acquired", "released"]
 
 
+@needs("typical")
+def test_a_receiver_enters_the_lock_that_it_is_told_of(
+    connect: Connect, using: str, name: str
+) -> None:
+    entered = list[object]()
+
+    def receive(sender: object, *, lease: Lease, **_: Any) -> None:
+        if lease.name == name:
+            with lock(name, using=using, timeout=0) as inner:
+                entered.append(inner)
+
+    connect(lock_acquired, receive)
+
+    with lock(name, using=using) as outer:
+        assert entered == [outer]
+
+
 def test_who_gave_up_is_told_of_the_holder(
     name: str, told: Told, rival: Rivals, backend: BaseLockBackend, profile: Profile
 ) -> None:
