@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from django_distlock import transactions
 from django_distlock.conf import checked_ttl
-from django_distlock.exceptions import LockError, LockLost, LockNotHeld, LockNotOwned, NotSupported
+from django_distlock.exceptions import (
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockNotHeld,
+    LockNotOwned,
+    NotSupported,
+)
 from django_distlock.ground import clock
 from django_distlock.ground.caller import Caller, current_caller, forks, here, runs_foreign_tasks
 from django_distlock.ground.clock import drift
@@ -47,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_distlock")
 #: A lease with less than this part of its ttl left should have been renewed by now.
 LATE = 0.5
+#: The reason in LockDeadlock for a thread of sync_to_async().
+UNCLEAR = "the event loop of its holder is blocked, perhaps by the holder itself: does that wait for this thread?"
 #: What claim() is given, and returns.
 _M = TypeVar("_M", bound="Model | QuerySet[Any]")
 
@@ -489,11 +498,17 @@ class Lease(metaclass=_Shown):
             self.caller = None
 
     def is_mine(self) -> bool:
-        """Return True if the running code may enter it again: it holds it, or the holder waits for this code."""
+        """Return True if the running code may enter it again: it holds it, or the holder waits for this code.
+
+        LockDeadlock in a thread that cannot find out.
+        """
         last = self.entries[-1:]  # none: it is being released, and may be free already
         if self.caller is None or not last or not self.held or runs_foreign_tasks():
             return False
-        is_ours = last[0].is_current or waits_for_us(last[0])
+        try:
+            is_ours = last[0].is_current or waits_for_us(last[0])
+        except TimeoutError:
+            raise LockDeadlock(self.name, UNCLEAR) from None
         return is_ours and not self.lose_with_session()
 
     def is_of_caller(self) -> bool:

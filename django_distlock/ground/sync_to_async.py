@@ -1,110 +1,129 @@
-"""Finds out whether a caller is suspended until the running code is done, by the frames of asgiref and asyncio.
+"""Finds out whether a caller is suspended until the running code is done, by what suspended coroutines await.
 
-asgiref tells nobody which call runs in which thread, so its local variables are read; see the test of this file.
+They are read in the thread of their event loop, where none of them can go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import threading
-import time
-from types import FrameType
-from typing import Any
+from concurrent.futures import Future
+from contextvars import Context, ContextVar
+from functools import partial
+from types import CellType, CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asgiref.sync import AsyncToSync, SyncToAsync
 
-from . import clock
 from .caller import Caller, current_task
 
-#: The code of a task that awaits a thread, and of that thread: both frames have the call's ``task_context``.
-_AWAITS_THREAD = SyncToAsync.__call__.__code__
-_RUNS_IN_THREAD = SyncToAsync.thread_handler.__code__
-#: The code of a thread that waits for a task, and the variable of its frame that is the task's coroutine.
-_AWAITS_TASK = {
-    AsyncToSync.__call__.__code__: "awaitable",
-    asyncio.Runner.run.__code__: "coro",
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Task = asyncio.Task[Any]
+
+#: The code of a coroutine that awaits a call in a thread.
+_AWAITS_CALL = SyncToAsync.__call__.__code__
+#: The code of the tasks that async_to_sync() begins; those of its constants run in an event loop of their own.
+_BEGUN_BY_ASGIREF = {
+    AsyncToSync.main_wrap.__code__,
+    *(each for each in AsyncToSync.__call__.__code__.co_consts if isinstance(each, CodeType)),
 }
 #: One step of an async generator, as ``anext()`` returns it: the generator is no attribute, but its first referent.
 _OF_GENERATOR = {"async_generator_asend", "async_generator_athrow", "anext_awaitable"}
-#: Seconds that a running task has to begin to await the thread that it has called, and between two looks.
-LATE, PAUSE = 1.0, 0.0005
+#: Seconds that a busy event loop has to say what its tasks await.
+LATE = 2.0
+
+_sign: ContextVar[object] = ContextVar("distlock_sign")
+
+
+class _Running(NamedTuple):
+    """The running code, and what leads to it from a coroutine that awaits it."""
+
+    #: None in a thread without an event loop.
+    task: Task | None
+    #: The list that asgiref makes for each call in a thread; that of an inner call stays when this is over.
+    call: object
+    #: What is in the context of this code, if it is a call in a thread, or of the call that waits for its task.
+    sign: object
+    #: The ident of the thread that waits in async_to_sync().
+    waiting_thread: int | None
+
+    def thread_before(self, task: Task) -> int | None:
+        """Return the ident of the thread that waits for *task* of this thread's event loop; None if it is a separate task."""
+        if _is_begun_by_asgiref(task):
+            return self.waiting_thread
+        callbacks: Any = task._callbacks or ()  # noqa: SLF001
+        names = [getattr(callback, "__qualname__", "") for callback, _ in callbacks]
+        is_of_run = any("run_until_complete" in name for name in names)  # uvloop's, too
+        return threading.get_ident() if is_of_run else None
+
+    def is_awaited_by_caller(self, caller: Caller) -> bool:
+        if (task := caller.task) is not None:
+            return self.is_awaited_by(task)
+        tasks = (each for each in asyncio.all_tasks() if self.thread_before(each) == caller.ident)
+        return any(map(self.is_awaited_by, tasks))
+
+    def is_awaited_by(self, task: Task) -> bool:
+        """Return whether *task* is this code, or awaits it in a thread."""
+        if task is self.task:
+            return True
+        work: Any = task.get_coro()
+        while work is not None and getattr(work, "cr_code", None) is not _AWAITS_CALL:
+            work = _inside(work)
+        # Its local variables: the call's list of tasks and its context.
+        for each in gc.get_referents(work):
+            variable = each.cell_contents if isinstance(each, CellType) else each
+            if variable is self.call or (isinstance(variable, Context) and self._is_in(variable)):
+                return True
+            if isinstance(variable, list) and any(map(self.is_awaited_by, variable)):
+                return True
+        return False
+
+    def _is_in(self, context: Context) -> bool:
+        values = [*context.values()]
+        inside = gc.get_referents(*values)  # asgiref may keep its executor in a dict in an object
+        return any(each is self.sign for each in (*values, *inside, *gc.get_referents(*inside)))
 
 
 def waits_for_us(caller: Caller) -> bool:
     """Return True if *caller* is suspended until the running code is done.
 
-    That is known if asgiref, or asyncio.run(), has called us from a task in a thread, or the other way
-    round: each side then has a frame with an object of this call among its variables.
+    It is if asgiref, or ``asyncio.run()``, has called this code from its task in a thread, or from its thread in
+    a task. TimeoutError in a thread if the event loop is too busy to answer.
     """
-    if caller.is_gone:
+    task, call = current_task(), getattr(SyncToAsync.threadlocal, "task_context", None)
+    executor, sign = getattr(AsyncToSync.executors, "current", None), object()
+    if task is not None and _is_begun_by_asgiref(task):
+        call = sign = executor
+    us = _Running(task, call, sign, executor and executor._work_thread.ident)  # noqa: SLF001
+    if caller.is_gone or (call if task is None else us.thread_before(task)) is None:
         return False
-    # From our caller on: a function that refers to its own frame makes a cycle.
-    here = sys._getframe(1)  # noqa: SLF001
-    task = caller.task
-    is_here = caller.ident == threading.get_ident()
-    top = here if is_here else None if task else _stacks().get(caller.ident)
-    work = task.get_coro() if task else _awaited_by_thread(top)
-    while work is not None and not _is_run_by_us(work):
-        if (call := _awaited_by(work, here)) is None:
-            return False
-        if (frame := _standing_in(here, call)) is not None and frame.f_code is _RUNS_IN_THREAD:
-            return current_task() is None  # in no other task: the call is the running code
-        if frame is None:
-            # Last, as frames of threads that run change meanwhile.
-            others = (_standing_in(top, call) for top in _stacks().values())
-            frame = next((found for found in others if found is not None), None)
-        if frame is None or frame.f_code is _RUNS_IN_THREAD:
-            return False  # another thread runs it, or none has begun it
-        work = frame.f_locals.get(_AWAITS_TASK[frame.f_code])
-    return work is not None
+    asked = caller.task or task
+    loop = asked.get_loop() if asked else SyncToAsync.threadlocal.main_event_loop
+    token = _sign.set(sign)
+    try:
+        return _ask(loop, partial(us.is_awaited_by_caller, caller))
+    except TimeoutError:
+        if task is None:
+            raise
+        return False
+    finally:
+        _sign.reset(token)
 
 
-def _stacks() -> dict[int, FrameType]:
-    """Return the innermost frames of all other threads."""
-    stacks = sys._current_frames()  # noqa: SLF001
-    stacks.pop(threading.get_ident(), None)
-    return stacks
+def _ask(loop: asyncio.AbstractEventLoop, look: Callable[[], bool]) -> bool:
+    """Return what *look* returns in the thread of *loop*; TimeoutError if that is late."""
+    if (task := current_task()) is not None and task.get_loop() is loop:
+        return look()
+    answer = Future[bool]()
+    loop.call_soon_threadsafe(lambda: answer.set_result(look()))
+    return answer.result(LATE)
 
 
-def _awaited_by_thread(frame: FrameType | None) -> Any:
-    """Return the coroutine that a thread with this innermost *frame* waits for; None if it does not wait."""
-    while frame is not None and frame.f_code is not _RUNS_IN_THREAD:
-        if frame.f_code in _AWAITS_TASK:
-            return frame.f_locals.get(_AWAITS_TASK[frame.f_code])
-        frame = frame.f_back
-    return None
-
-
-def _awaited_by(work: Any, here: FrameType) -> Any:
-    """Return the identity of the call in a thread that the coroutine *work* awaits, or None.
-
-    *here*: the innermost frame of this thread. If it runs a call, it may have begun before the task awaits it.
-    """
-    until = clock.wait_time() + LATE
-    while True:
-        is_running = getattr(work, "cr_running", False)
-        if (frame := _suspended_in(work)) is not None:
-            return frame.f_locals.get("task_context")
-        if not (is_running and _runs_call(here)) or clock.wait_time() >= until:
-            return None
-        time.sleep(PAUSE)
-
-
-def _runs_call(here: FrameType) -> bool:
-    frame: FrameType | None = here
-    while frame is not None and frame.f_code is not _RUNS_IN_THREAD:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _suspended_in(work: Any) -> FrameType | None:
-    while work is not None:
-        if getattr(work, "cr_code", None) is _AWAITS_THREAD:
-            return work.cr_frame  # type: ignore[no-any-return]
-        work = _inside(work)
-    return None
+def _is_begun_by_asgiref(task: Task) -> bool:
+    return getattr(task.get_coro(), "cr_code", None) in _BEGUN_BY_ASGIREF
 
 
 def _inside(work: Any) -> Any:
@@ -115,25 +134,3 @@ def _inside(work: Any) -> Any:
         if (inner := getattr(work, attribute, None)) is not None:
             return inner
     return None
-
-
-def _standing_in(frame: FrameType | None, call: Any) -> FrameType | None:
-    """Return a frame of the thread that runs *call*: the one in which it waits for a task, else that of the call."""
-    standing = None
-    while frame is not None:
-        if frame.f_code in _AWAITS_TASK:
-            standing = frame
-        elif frame.f_code is _RUNS_IN_THREAD and frame.f_locals.get("task_context") is call:
-            return standing or frame
-        frame = frame.f_back
-    return None
-
-
-def _is_run_by_us(work: Any) -> bool:
-    """Return True if the running task runs the coroutine *work*; asgiref may have wrapped it once."""
-    task = current_task()
-    root: Any = task and task.get_coro()
-    is_wrapper = getattr(root, "cr_code", None) in AsyncToSync.__call__.__code__.co_consts
-    return root is not None and (
-        root is work or (is_wrapper and root.cr_frame.f_locals.get("awaitable") is work)
-    )

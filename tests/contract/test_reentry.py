@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
-from django_distlock import Lease, LockLost, current_lease, lock, lock_all
+from django_distlock import Lease, LockDeadlock, LockLost, current_lease, lock, lock_all
 from django_distlock.engine.registry import registry
+from django_distlock.ground import sync_to_async as bridges
 from tests.fixtures.eventually import aeventually, never
 
 from .crew import elsewhere
@@ -231,6 +232,63 @@ class TestOverTheBridgesOfAsgiref:
             before = total(faulty.calls)
             assert await in_a_task() == 6
             assert total(faulty.calls) == before
+
+    @pytest.mark.parametrize("thread_sensitive", [True, False])
+    async def test_code_in_between_need_not_enter(
+        self, using: str, name: str, thread_sensitive: bool
+    ) -> None:
+        across = sync_to_async(_try, thread_sensitive=thread_sensitive)
+        back = sync_to_async(async_to_sync(across), thread_sensitive=thread_sensitive)
+
+        async with lock(name, using=using):
+            assert await back(using, name)
+            assert await sync_to_async(asyncio.run)(_atry(using, name))
+
+        def hold() -> bool:
+            with lock(name, using=using):
+                return async_to_sync(across)(using, name)
+
+        assert await asyncio.to_thread(hold)
+
+    async def test_an_inner_call_in_the_same_thread_that_is_over_hides_nothing(
+        self, using: str, name: str
+    ) -> None:
+        def work() -> list[bool]:
+            async_to_sync(sync_to_async(int))()
+            return [_try(using, name), async_to_sync(_atry)(using, name)]
+
+        async with lock(name, using=using):
+            assert await sync_to_async(work)() == [True, True]
+
+    async def test_a_task_that_crosses_both_bridges_beside_the_holder_is_excluded(
+        self, using: str, name: str
+    ) -> None:
+        may_leave = threading.Event()
+        across = sync_to_async(async_to_sync(_atry), thread_sensitive=False)
+
+        async with lock(name, using=using):
+            beside = asyncio.create_task(across(using, name))
+            beside.add_done_callback(lambda _: may_leave.set())
+            await sync_to_async(may_leave.wait, thread_sensitive=False)(20)
+            assert not await beside
+
+    async def test_a_thread_whose_event_loop_cannot_say_who_awaits_it_is_told_at_once(
+        self, using: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bridges, "LATE", 0.1)
+        failures: Future[BaseException | None] = Future()
+
+        def work() -> None:
+            try:
+                lock(name, using=using, timeout=None).acquire()
+            except LockDeadlock as error:
+                failures.set_result(error)
+
+        async with lock(name, using=using):
+            beside = asyncio.create_task(sync_to_async(work, thread_sensitive=False)())
+            await asyncio.sleep(0)  # it has begun
+            assert "is blocked" in str(failures.result(20))
+            await beside
 
     async def test_the_holder_may_stand_in_between(self, using: str, name: str) -> None:
         def hold() -> bool:

@@ -1,4 +1,4 @@
-"""What asgiref and asyncio keep in their local variables, which tells who is suspended for whom.
+"""What asgiref and asyncio keep of a call that crosses between threads and tasks.
 
 If this file fails after an upgrade, `django_distlock/ground/sync_to_async.py` is what to adapt: until then, a
 task and the thread that it awaits are two callers, and the second waits for the lock of the first.
@@ -7,31 +7,49 @@ task and the thread that it awaits are two callers, and the second waits for the
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import AsyncGenerator
-from types import CodeType
+from contextvars import Context
 from typing import Any
 
 import pytest
-from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
+from asgiref.sync import AsyncToSync, SyncToAsync, async_to_sync, sync_to_async
 
 from django_distlock import lock
-from django_distlock.ground.sync_to_async import _inside
+from django_distlock.ground.sync_to_async import _inside, _is_begun_by_asgiref
 
 
-def test_asgiref_keeps_the_variables_that_reentry_reads() -> None:
-    awaits_thread, in_thread = SyncToAsync.__call__.__code__, SyncToAsync.thread_handler.__code__
-    awaits_task = AsyncToSync.__call__.__code__
-    wrappers = [each for each in awaits_task.co_consts if isinstance(each, CodeType)]
+async def test_a_coroutine_that_awaits_a_thread_has_the_list_of_the_call_and_its_context() -> None:
+    may_end, seen = threading.Event(), list[object]()
 
-    assert "task_context" in _variables(awaits_thread)
-    assert "task_context" in _variables(in_thread)
-    assert "awaitable" in _variables(awaits_task)
-    assert any("awaitable" in _variables(each) for each in wrappers)
+    def work() -> None:
+        seen.append(SyncToAsync.threadlocal.task_context)
+        may_end.wait(20)
+
+    awaiting: Any = sync_to_async(work)()
+    task = asyncio.create_task(awaiting)
+    await asyncio.sleep(0)
+    referents = gc.get_referents(awaiting)
+    cells = [each.cell_contents for each in referents if hasattr(each, "cell_contents")]
+    may_end.set()
+    await task
+
+    assert any(each is seen[0] for each in referents)
+    assert any(isinstance(each, Context) for each in [*referents, *cells])
 
 
-def test_asyncio_keeps_the_coroutine_that_run_waits_for() -> None:
-    assert "coro" in _variables(asyncio.Runner.run.__code__)
+def test_a_task_of_asgiref_is_known_by_its_code_and_names_the_thread_that_waits() -> None:
+    async def look() -> tuple[bool, bool]:
+        me: Any = asyncio.current_task()
+        is_here = AsyncToSync.executors.current._work_thread is waiting
+        return _is_begun_by_asgiref(me), is_here
+
+    waiting = threading.current_thread()
+
+    assert async_to_sync(look)() == (True, True)
+    assert asyncio.run(sync_to_async(lambda: async_to_sync(look)()[0])())
 
 
 def test_the_steps_of_an_async_generator_lead_to_it() -> None:
@@ -67,7 +85,3 @@ async def test_a_thread_may_begin_long_before_its_task_awaits_it(
 
     async with lock("late", using="locmem"):
         assert await sync_to_async(enter)()
-
-
-def _variables(code: CodeType) -> set[str]:
-    return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
