@@ -103,8 +103,7 @@ def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lea
         registry.add(lease)
         is_ours = yield TakeOver(backend, request, former)
     except BaseException:
-        lease.give_up()
-        backend.abandon_later(request)
+        lease.break_off()
         raise
     if is_ours and lease.grant(Grant(token), start):
         note_held_here(lease.using, request.lock_key, lease.ref)

@@ -279,7 +279,7 @@ class Lease(metaclass=_Shown):
                 transactions.release_at_end(self, open_ones)
                 return
         if self.release_now():
-            transactions.tell_of_release(self.name, strict=self.backend.strict)
+            transactions.tell_of_release(self.request.name, strict=self.backend.strict)
 
     async def arelease(self) -> None:
         """Release it, at once; a cancelled call is completed in the background."""
@@ -616,10 +616,8 @@ class Lease(metaclass=_Shown):
             self.note_failure()
         try:
             if self.is_entered and not self.is_left:
-                if at_once:
-                    self.release_now()
-                else:
-                    self.release()
+                release = self.release_now if at_once else self.release
+                release()
         except LockError as problem:
             self._add_note(error, problem)
 
@@ -638,7 +636,7 @@ class Lease(metaclass=_Shown):
             if not self.is_left:
                 self.release_later()
         elif not self.entries and self._state in _TO_RELEASE:
-            self._break_off()
+            self.break_off()
 
     def _add_note(self, error: BaseException | None, problem: LockError) -> None:
         if error is None:
@@ -646,6 +644,9 @@ class Lease(metaclass=_Shown):
         if str(error) == str(problem):
             return  # check() has told it
         error.add_note(f"django_distlock: {problem}")
+        self._warn_of(problem)
+
+    def _warn_of(self, problem: BaseException) -> None:
         warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def release_now(self) -> bool:
@@ -662,7 +663,7 @@ class Lease(metaclass=_Shown):
         except LockNotHeld:
             raise
         except BaseException:
-            self._break_off()
+            self.break_off()
             raise
         return True
 
@@ -679,7 +680,7 @@ class Lease(metaclass=_Shown):
             if self.is_entered:
                 self.release_now()
         except LockError as problem:
-            warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
+            self._warn_of(problem)
 
     async def _arelease(self) -> None:
         try:
@@ -691,13 +692,13 @@ class Lease(metaclass=_Shown):
         except LockNotHeld:
             raise
         except BaseException:
-            self._break_off()
+            self.break_off()
             raise
 
     def _tell_unless_released(self, release: asyncio.Task[None]) -> None:
         """Log how a *release* failed that nobody waits for any more."""
         if not release.cancelled() and (problem := release.exception()):
-            warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
+            self._warn_of(problem)
 
     def _leaves_reentry(self) -> bool:
         """Remove the last entry of this caller; return whether others are left."""
@@ -732,8 +733,8 @@ class Lease(metaclass=_Shown):
             took = clock.lease_time() - began
             announce(lock_released, self, lease=self, held=self._held_for - took, took=took)
 
-    def _break_off(self) -> None:
-        """Complete in the background a release that was interrupted."""
+    def break_off(self) -> None:
+        """End, and give the lock back in the background: a request for it was interrupted."""
         self._end(State.RELEASED)
         self.backend.abandon_later(self.request)
 
