@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 from asgiref.sync import iscoroutinefunction
 
 from .engine.cancelling import is_loss_in_group
-from .engine.waiting import Wait, WaitUntil
+from .engine.waiting import Wait
 from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
 from .ground.naming import warn
 from .lock import Lock
@@ -17,6 +17,7 @@ from .lock import Lock
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from .backends.base import BaseLockBackend
     from .engine.lease import Lease
     from .lock import LockTerms
 
@@ -30,8 +31,10 @@ class _Candidate(Lock):
 
     stop: threading.Event | None = None
 
-    def __enter__(self) -> Lease:
-        return self.enter(None if self.stop is None else WaitUntil(self.stop))
+    def _pending(self, backend: BaseLockBackend, key: str) -> Lease:
+        lease = super()._pending(backend, key)
+        lease.stop = self.stop
+        return lease
 
 
 def lead(

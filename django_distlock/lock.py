@@ -33,7 +33,6 @@ from .engine.lease import Lease
 from .engine.registry import Awaited, all_held_here, held_here, note_held_here, registry
 from .engine.steps import asettled, settled
 from .engine.values import first_to_end
-from .engine.waiting import Wait
 from .exceptions import (
     LockDeadlock,
     LockError,
@@ -440,8 +439,8 @@ class Lock:
 
     # What the decorator and lock_all() build on.
 
-    def enter(self, timeout: float | Wait | None) -> Lease:
-        """Do what ``with`` does at its begin, within *timeout* seconds, or until a Wait says so."""
+    def enter(self, timeout: float | None) -> Lease:
+        """Do what ``with`` does at its begin, within *timeout* seconds."""
         return self.take(timeout, self._note_entry)
 
     async def aenter(
@@ -469,7 +468,7 @@ class Lock:
         self._remember(lease)
         self._blocks.remove(next(block for block in [*self._blocks] if block.lease is lease))
 
-    def take(self, timeout: float | Wait | None, note: Note = id, *, what: str = "with") -> Lease:
+    def take(self, timeout: float | None, note: Note = id, *, what: str = "with") -> Lease:
         """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
 
         *what* is called, for an error. -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.

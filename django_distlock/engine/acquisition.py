@@ -37,7 +37,7 @@ from .local_queue import ASKS, SILENT
 from .registry import held_here, registry
 from .steps import SETTLE, Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, first_place, first_to_end
-from .waiting import Queueing, Wait, Way
+from .waiting import LOOK, Queueing, Wait, Way
 
 if TYPE_CHECKING:
     from django_distlock.engine.lease import Lease
@@ -66,17 +66,16 @@ FEW = 32
 LAST = 0.25
 
 
-def acquire(lease: Lease, timeout: float | Wait | None) -> None:
+def acquire(lease: Lease, timeout: float | None) -> None:
     """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
 
-    A Wait ends when it says so.
+    If the lease has a *stop*, there is no timeout: the wait ends within a second after that is set.
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
     backend, came = lease.backend, clock.wait_time()
     if timeout == -1:
         timeout = backend.timeout
-    wait = timeout if isinstance(timeout, Wait) else None
-    left = timeout.left if isinstance(timeout, Wait) else timeout
+    left = timeout if lease.stop is None else LOOK
     attempt: Attempt | None = None
     answer: Answer | None = None
     start = 0.0
@@ -102,10 +101,10 @@ def acquire(lease: Lease, timeout: float | Wait | None) -> None:
                 backend.dequeue,
                 backend.sleep,
             )
-            attempt = Attempt(lease, wait or Wait(left, came), calls, ThreadBell())
+            attempt = Attempt(lease, Wait(left, came, lease.stop), calls, ThreadBell())
             run(attempt.steps(start, answer), call)
     except BaseException as error:
-        attempt = attempt or Attempt(lease, wait or Wait(left, came))
+        attempt = attempt or Attempt(lease, Wait(left, came, lease.stop))
         try:
             _end(attempt, error)
         except BaseException:

@@ -115,6 +115,8 @@ class Lease(metaclass=_Shown):
     hold_on_success = 0.0
     #: Whether its last entry has been left, and the end of a transaction is going to release it.
     awaits_end = False
+    #: Ends the wait of lead() for it.
+    stop: threading.Event | None = None
     #: What stands for it in the line of this process while it waits for the lock, or holds it alone.
     in_line_as: LocalCaller | None = None
     _state = State.PENDING

@@ -116,10 +116,19 @@ _POLLING = Waiting()
 class Wait:
     """One caller's wait: when it ends, and how long its next pause is."""
 
-    __slots__ = ("_began", "_ends", "_holder", "_pause", "_seen_since")
+    __slots__ = ("_began", "_ends", "_holder", "_pause", "_seen_since", "_stop")
 
-    def __init__(self, timeout: float | None, began: float | None = None) -> None:
-        """*timeout* is in seconds; None: no limit, 0: one try. *began* is a ``clock.wait_time()``, by default now."""
+    def __init__(
+        self,
+        timeout: float | None,
+        began: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """*timeout* is in seconds; None: no limit, 0: one try. *began* is a ``clock.wait_time()``, by default now.
+
+        If *stop* is set, the wait ends within a second.
+        """
+        self._stop = stop
         self._began = clock.wait_time() if began is None else began
         # Some drivers and servers accept no more, and 31 years are enough.
         self._ends = None if timeout is None else self._began + min(timeout, LONGEST)
@@ -139,11 +148,15 @@ class Wait:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the timeout, never below 0; None without a timeout."""
+        """Seconds until the timeout, or until *stop* is looked at, never below 0; None without either."""
+        if self._stop is not None:
+            return 0.0 if self.is_over else LOOK
         return None if self._ends is None else max(0.0, self._ends - clock.wait_time())
 
     @property
     def is_over(self) -> bool:
+        if self._stop is not None:
+            return self._stop.is_set()
         return self._ends is not None and clock.wait_time() >= self._ends
 
     def next_pause(self, *bounds: float | None, longest: float = LONGEST_PAUSE) -> float:
@@ -168,24 +181,6 @@ class Wait:
     def bounded(self, *seconds: float | None) -> float:
         """Return the least of *seconds*, within the time left; None is no bound."""
         return max(0.0, min(each for each in (*seconds, self.left) if each is not None))
-
-
-class WaitUntil(Wait):
-    """A wait without a timeout, which ends within a second after *stop* is set."""
-
-    __slots__ = ("_stop",)
-
-    def __init__(self, stop: threading.Event) -> None:
-        super().__init__(None)
-        self._stop = stop
-
-    @property
-    def left(self) -> float:
-        return 0.0 if self.is_over else LOOK
-
-    @property
-    def is_over(self) -> bool:
-        return self._stop.is_set()
 
 
 def poll_pause(seen: float) -> float:
