@@ -54,11 +54,7 @@ class Address(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The options of the backend in the query."""
-        return {
-            word: _read(word, text)
-            for word, text in self.query.items()
-            if word not in _TERMS
-        }
+        return {word: _read(word, text) for word, text in self.query.items() if word not in _TERMS}
 
     @property
     def user(self) -> tuple[str, str]:

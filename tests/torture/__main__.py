@@ -54,7 +54,11 @@ def _arguments() -> argparse.Namespace:
         help="write each history to one file too, such as histories/{backend}.jsonl.gz",
     )
     add("--report", type=Path, help="a page to write, in Markdown")
-    add("--beside", type=Path, help="a folder with another version's django_distlock, for every second worker")
+    add(
+        "--beside",
+        type=Path,
+        help="a folder with another version's django_distlock, for every second worker",
+    )
     add("--again", action="store_true", help="only write the page of the run that is in the folder")
     return parser.parse_args()
 

@@ -41,6 +41,7 @@ class Crew:
         folder: Path,
         store: dict[str, Any],
         seed: str,
+        *,
         beside: Path | None = None,
     ) -> None:
         self._arena = arena

@@ -83,7 +83,9 @@ def run(
             versions=[*arena.versions, *software()],
             careless=arena.careless,
         )
-        crew = Crew(arena, name, folder, postgres_database(rows.port), f"{seed} {name}", beside)
+        crew = Crew(
+            arena, name, folder, postgres_database(rows.port), f"{seed} {name}", beside=beside
+        )
         stack.callback(crew.close)
         crew.start()
         nemesis = Nemesis(arena, crew, history, f"{seed} {name}")
