@@ -284,7 +284,7 @@ FAULTS = (
         "transaction_lock() after a read at REPEATABLE READ",
         ("fee", "latefee"),
         ("mariadb",),
-        functions=((rowlock.OnMySQL, "check_isolation", bool),),
+        functions=((rowlock.Taker, "refuse_isolation", bool),),
         level="REPEATABLE_READ",
     ),
 )
