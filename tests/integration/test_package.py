@@ -70,7 +70,7 @@ def test_the_sdist_has_what_the_docs_and_the_tests_need_too(built: Path) -> None
     assert shipped() | needed <= names
     others = {name.partition("/")[0] for name in names - needed} - {".gitignore"}
     assert others == {
-        *("benchmarks", "django_distlock", "docs", "testproject", "tests", "tools"),
+        *("benchmarks", "django_distlock", "docs", "model", "testproject", "tests", "tools"),
         *("compose.yaml", "tox.ini"),
     }
     assert [name for name in names if "_build" in name or name.endswith((".pyc", ".sqlite3"))] == []
