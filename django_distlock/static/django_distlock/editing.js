@@ -104,7 +104,7 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
         } finally {
             isAsking = false;
             const seconds = document.hidden ? box.dataset.ttl / 3 : box.dataset.pause;
-            timer = setTimeout(renew, seconds * 1000);
+            timer = setTimeout(renew, box.isConnected ? seconds * 1000 : 0);
         }
     }
 
