@@ -24,6 +24,7 @@ from django.core.cache.backends.dummy import DummyCache
 from django.core.cache.backends.filebased import FileBasedCache
 from django.core.cache.backends.locmem import LocMemCache
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
+from django.core.files.base import File
 from django.db import router
 from django.http import HttpRequest, HttpResponse
 from django.http.request import RawPostDataException
@@ -465,29 +466,36 @@ def fingerprint(args: tuple[Any, ...]) -> str:
     digest = hashlib.sha256()
     what = [request.method, request.get_full_path(), request.content_type]
     digest.update(json.dumps(what).encode())
-    for part in _body(request, args):
-        digest.update(part)
+    digest.update(_body(request, args))
     return digest.hexdigest()
 
 
-def _body(request: Any, args: tuple[Any, ...]) -> Iterator[bytes]:
+def _body(request: Any, args: tuple[Any, ...]) -> bytes:
     if request.content_type == "multipart/form-data" and request.method == "POST":
         # Its body may be too large for the memory, and CsrfViewMiddleware has read it.
-        yield json.dumps([*request.POST.lists()]).encode()
-        for name, files in request.FILES.lists():
-            for file in files:
-                yield json.dumps([name, file.name, file.size]).encode()
-                yield from file.chunks()
-                file.seek(0)
-        return
+        return _parsed([[*request.POST.lists()], [*request.FILES.lists()]])
     try:
-        body = request.body
+        body: bytes = request.body
     except RawPostDataException:
         # Django REST framework has parsed it, as for a permission.
-        parsed = [each.data for each in args[:2] if hasattr(each, "_request")]
-        if not parsed:
-            raise
-        body = json.dumps(parsed, sort_keys=True, default=str).encode()
+        for each in args[:2]:
+            if hasattr(each, "_request"):
+                return _parsed([*each.data.lists()] if hasattr(each.data, "lists") else each.data)
+        raise
     # A client that makes the body again separates its parts by another text.
     boundary = request.content_params.get("boundary", "").encode()
-    yield body.replace(boundary, b"") if boundary else body
+    return body.replace(boundary, b"") if boundary else body
+
+
+def _parsed(fields: Any) -> bytes:
+    return json.dumps(fields, sort_keys=True, default=_described).encode()
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, File):
+        return str(value)
+    digest = hashlib.sha256()
+    for chunk in value.chunks():
+        digest.update(chunk)
+    value.seek(0)
+    return [value.name, digest.hexdigest()]

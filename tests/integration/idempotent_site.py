@@ -21,6 +21,7 @@ from ninja import NinjaAPI
 from ninja.decorators import decorate_view
 from rest_framework.decorators import api_view, authentication_classes, permission_classes
 from rest_framework.exceptions import ValidationError
+from rest_framework.parsers import FileUploadParser
 from rest_framework.permissions import BasePermission
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -118,6 +119,12 @@ class Rest(APIView):
     def post(self, request: Any, pk: int) -> Response:
         return Response(charge(request, pk))
 
+    put = post
+
+
+class RestUpload(Rest):
+    parser_classes = (FileUploadParser,)
+
 
 @method_decorator(once, name="dispatch")
 class RestDispatch(APIView):
@@ -169,6 +176,7 @@ urlpatterns = [
     path("dispatch/<int:pk>/", Dispatch.as_view()),
     path("method/<int:pk>/", Method.as_view()),
     path("rest/<int:pk>/", Rest.as_view()),
+    path("rest-upload/<int:pk>/", RestUpload.as_view()),
     path("rest-dispatch/<int:pk>/", RestDispatch.as_view()),
     path("rest-below/<int:pk>/", rest_below),
     path("rest-above/<int:pk>/", rest_above),

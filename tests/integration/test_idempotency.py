@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.core.cache import caches
 from django.core.cache.backends.locmem import LocMemCache
+from django.core.files.uploadedfile import SimpleUploadedFile
 from django.core.management import call_command
 from django.db import IntegrityError, connection, connections, transaction
 from django.test import Client
+from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 
 from django_distlock import locks
 from django_distlock.signals import lock_released
@@ -92,6 +94,24 @@ def test_a_request_is_done_once(
     assert first.json()["fee"]
     assert second["Idempotency-Replayed"] == "true"
     assert second["Content-Type"] == first["Content-Type"]
+    assert fees(account) == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"), [("rest", MULTIPART_CONTENT), ("rest-upload", "text/plain")]
+)
+def test_files_that_the_rest_framework_has_read_are_compared(
+    page: str,
+    kind: str,
+    account: Account,
+) -> None:
+    def put(text: bytes) -> int:
+        files = {"file": [SimpleUploadedFile("a", b"1"), SimpleUploadedFile("a", text)]}
+        body = encode_multipart(BOUNDARY, files) if page == "rest" else text
+        headers = {"idempotency-key": "k", "content-disposition": "attachment; filename=a"}
+        return Client().put(f"/{page}/{account.pk}/", body, kind, headers=headers).status_code
+
+    assert [put(text) for text in [b"1", b"1", b"2"]] == [200, 200, 422]
     assert fees(account) == 1
 
 
