@@ -306,7 +306,9 @@ class _Asked:
     def _to_keep(self, response: Any) -> str | None:
         """Return what to store; None for an answer after which the request may be sent again."""
         status = response.status_code
-        if status >= 500 or status in _PASSING or response.has_header("Retry-After"):
+        # After 202, a client asks for the outcome later; it does not send the request again.
+        is_for_later = status >= 400 and response.has_header("Retry-After")
+        if status >= 500 or status in _PASSING or is_for_later:
             return None
         body = None
         if len(response.content) <= LARGEST:

@@ -316,12 +316,18 @@ def test_in_the_cache_it_is_a_text_that_shows_no_key_and_no_scope(
     assert "hidden" not in f"{entry}{text}"
 
 
-@pytest.mark.parametrize("status", [200, 204, 302, 400, 403, 404, 422])
-def test_answers_are_kept(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        *((status, {}) for status in (200, 204, 302, 400, 403, 404, 422)),
+        (202, {"Retry-After": "9"}),
+    ],
+)
+def test_answers_are_kept(status: int, headers: dict[str, str]) -> None:
     @idempotent()
     def view(request: HttpRequest) -> HttpResponse:
         next(runs)
-        return HttpResponse(status=status)
+        return HttpResponse(status=status, headers=headers)
 
     assert {view(request()).status_code for _ in range(2)} == {status}
     assert next(runs) == 2
