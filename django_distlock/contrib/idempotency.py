@@ -233,7 +233,8 @@ class _Once:
                 f"{self.title}(): a request is of nobody ({whose!r}), so clients would get each other's answers; "
                 "put @idempotent below what logs the user in, or give scope=."
             )
-        return f"{'user' if self._scope_is_user else 'scope'} {whose}"
+        # A project may authenticate objects of several models, whose numbers are the same.
+        return f"{title_of(found.__class__) if self._scope_is_user else 'scope'} {whose}"
 
 
 class _CacheDown(Exception):

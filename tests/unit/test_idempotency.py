@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.contrib.auth.models import AnonymousUser, User
+from django.contrib.auth.models import AnonymousUser, Group, User
 from django.core.cache import caches
 from django.core.cache.backends.locmem import LocMemCache
 from django.core.files.uploadedfile import SimpleUploadedFile
@@ -23,6 +23,7 @@ from django.test import AsyncRequestFactory, RequestFactory
 from django.test.client import encode_multipart
 from django.utils import translation
 from django.utils.decorators import method_decorator
+from django.utils.functional import SimpleLazyObject
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
 
@@ -241,6 +242,12 @@ def test_so_is_one_whose_scope_is_no_text(found: Any) -> None:
 
     with pytest.raises(ValueError, match="is of nobody"):
         view(request())
+
+
+def test_what_is_no_user_but_has_the_number_of_one_has_keys_of_its_own() -> None:
+    users = [ADA, SimpleLazyObject(lambda: ADA), Group(pk=ADA.pk)]
+
+    assert [content(pay(request(user=user)))[1] for user in users] == ["paid 1", "paid 1", "paid 2"]
 
 
 def test_a_scope_is_a_text_or_a_function_of_the_request() -> None:
