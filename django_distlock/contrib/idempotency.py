@@ -212,29 +212,26 @@ class _Once:
         return self._owned(self._scope(request))
 
     async def aowner(self, request: Any) -> str:
-        if self._scope_is_user and hasattr(request, "auser"):
+        if self.scope is None and hasattr(request, "auser"):
             return self._owned(await request.auser())
         found = self._scope(request)
         return self._owned(await found if inspect.isawaitable(found) else found)
 
-    @property
-    def _scope_is_user(self) -> bool:
-        return self.scope is None
-
     def _scope(self, request: Any) -> Any:
-        if self._scope_is_user:
+        if self.scope is None:
             return request.user
         return self.scope(request) if callable(self.scope) else self.scope
 
     def _owned(self, found: Any) -> str:
-        whose = getattr(found, "pk", None) if self._scope_is_user else found
-        if whose is None or whose == "" or not (self._scope_is_user or isinstance(whose, str)):
+        is_user = self.scope is None
+        whose = getattr(found, "pk", None) if is_user else found
+        if whose is None or whose == "" or not (is_user or isinstance(whose, str)):
             raise ValueError(
                 f"{self.title}(): a request is of nobody ({whose!r}), so clients would get each other's answers; "
                 "put @idempotent below what logs the user in, or give scope=."
             )
         # A project may authenticate objects of several models, whose numbers are the same.
-        return f"{title_of(found.__class__) if self._scope_is_user else 'scope'} {whose}"
+        return f"{title_of(found.__class__) if is_user else 'scope'} {whose}"
 
 
 class _CacheDown(Exception):
