@@ -385,9 +385,9 @@ def _sync(once: _Once) -> Callable[..., Any]:
 
             def body(*args: Any, **kwargs: Any) -> Any:
                 response = rendered(once.checked(once.view(*args, **kwargs)), args)
-                if lease:
-                    lease.check()
                 asked.keep(response)
+                if lease:
+                    lease.check()  # work without a transaction is done, and its answer stays
                 return response
 
             response = once.transactions.inside(args, body)(*args, **kwargs)
@@ -425,10 +425,9 @@ async def _run(once: _Once, key: str, args: tuple[Any, ...], kwargs: dict[str, A
         response = once.checked(await once.view(*args, **kwargs))
         if not getattr(response, "is_rendered", True):
             response = await sync_to_async(rendered)(response, args)
-        if lease:
-            lease.check()
         await asked.akeep(response)
         if lease:
+            lease.check()
             with noted(lease):
                 await stack.aclose()
         return response

@@ -26,6 +26,7 @@ from rest_framework.permissions import BasePermission
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from django_distlock import current_lease, force_release
 from django_distlock.contrib.idempotency import idempotent
 from testproject.models import Fee
 from tests.integration.worker_site import error, ping
@@ -54,10 +55,20 @@ class DyingRedisCache(Dying, RedisCache): ...
 class DyingDatabaseCache(Dying, DatabaseCache): ...
 
 
+def lose() -> None:
+    lease = current_lease()
+    assert lease
+    force_release(lease.name)
+
+
 def charge(request: Any, pk: int) -> dict[str, int]:
+    if request.headers.get("x-fail") == "lose":
+        lose()  # before the write, which locks the file of SQLite
     fee = Fee.objects.create(account_id=pk, amount=1)
     if request.headers.get("x-fail") == "raise":
         raise ZeroDivisionError
+    if request.headers.get("x-fail") == "lose at the commit":
+        transaction.on_commit(lose)
     die(request, "view")
     transaction.on_commit(lambda: die(request, "commit"))
     return {"fee": fee.pk}

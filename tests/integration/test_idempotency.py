@@ -135,9 +135,10 @@ def test_it_is_stored_after_the_commit_and_before_the_lock_is_free(
 
 
 @pytest.mark.usefixtures("atomic_requests")
+@pytest.mark.parametrize("failure", ["raise", "lose"])
 @pytest.mark.parametrize("page", ALL)
-def test_what_is_rolled_back_is_not_stored(page: str, account: Account) -> None:
-    assert post(page, account, **{"x-fail": "raise"}).status_code == 500
+def test_what_is_rolled_back_is_not_stored(page: str, failure: str, account: Account) -> None:
+    assert post(page, account, **{"x-fail": failure}).status_code == 500
     assert fees(account) == 0
     assert "Idempotency-Replayed" not in post(page, account)
     assert fees(account) == 1
@@ -157,6 +158,19 @@ def test_what_fails_at_its_commit_is_not_stored(
     assert fees(account) == 0
     assert "Idempotency-Replayed" not in post(page, account)
     assert fees(account) == 1
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_a_lock_that_is_lost_after_the_commit_is_logged(
+    account: Account, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (
+        post("function", account, **{"x-fail": "lose at the commit"}) for _ in range(2)
+    )
+
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert second["Idempotency-Replayed"] == "true"
+    assert "Leaving lock idempotent:answers:" in caplog.text
 
 
 @pytest.mark.usefixtures("atomic_requests")
