@@ -648,6 +648,19 @@ async def test_an_async_view_goes_on_if_its_client_does_not_wait() -> None:
     assert (await view(arequest()))["Idempotency-Replayed"] == "true"
 
 
+async def test_an_async_view_whose_lock_is_lost_is_not_run_again() -> None:
+    @idempotent()
+    async def view(request: HttpRequest) -> HttpResponse:
+        lease = current_lease()
+        assert lease
+        force_release(lease.name)
+        return HttpResponse(f"{next(runs)}")
+
+    with pytest.raises(LockLost):
+        await view(arequest())
+    assert content(await view(arequest())) == (200, "1")
+
+
 async def test_an_async_view_refuses_as_others_do(cache: BrokenCache, settings: Settings) -> None:
     @idempotent()
     async def view(request: HttpRequest) -> Any:
