@@ -22,7 +22,7 @@ TEXTS = {
     "acl", "ca", "ca_cert", "cache", "cert", "certfile", "endpoints", "hosts", "key", "key_password", "key_prefix",
     "keyfile", "keyfile_password", "namespace", "password", "root", "server", "user", "using",
 }  # fmt: skip
-#: By scheme: the names that are written in its place by mistake.
+#: By scheme: the names that are written instead by mistake.
 _MEANT = {
     "database": "postgres postgresql postgis mysql mariadb sqlite sqlite3 db pgsql psycopg",
     "etcd": "http etcd3",
@@ -88,7 +88,7 @@ def from_url(text: str) -> dict[str, Any]:
 
 
 def _advice(scheme: str) -> str:
-    """Return what to write in place of *scheme*, or of a text that is no URL."""
+    """Return what to write instead of *scheme*, or of a text that is no URL."""
     if "." in scheme:
         return f'Write a class as {{"BACKEND": "{scheme}"}}.'
     meant = next((right for right, wrong in _MEANT.items() if scheme.lower() in wrong.split()), "")

@@ -408,8 +408,8 @@ def _wants_json(args: tuple[Any, ...]) -> bool:
         return False
     for arg in args[:2]:
         # Django REST framework has already negotiated the type, by more than the headers.
-        if settled := getattr(arg, "accepted_media_type", None):
-            return "json" in settled
+        if negotiated := getattr(arg, "accepted_media_type", None):
+            return "json" in negotiated
     # A client that accepts anything gets the type that it sends.
     types = _TYPES[::-1] if (request.content_type or "").endswith("json") else _TYPES
     return (request.get_preferred_type(types) or "").endswith("json")

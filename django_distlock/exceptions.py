@@ -211,7 +211,7 @@ class NotSupported(LockError):
 class _InTransaction(LockError, RuntimeWarning):
     """A warning, or an error with STRICT in DISTLOCK.
 
-    *name* is empty in a warning: it is shown once for each place in the code, whatever the names.
+    *name* is empty in a warning: it is shown once for each call site, whatever the names.
     """
 
     def __init__(self, name: str, database: str) -> None:

@@ -197,7 +197,7 @@ _WORDS = LockTerms.__optional_keys__
 
 
 def lists_terms(function: _F) -> _F:
-    """Show the arguments of LockTerms, with their defaults, in help(), in the place of **terms."""
+    """Show the arguments of LockTerms, with their defaults, in help(), instead of **terms."""
     signature = inspect.signature(function)
     # *extra is there for an error that says what to write instead.
     kept = [p for p in signature.parameters.values() if p.name not in {"extra", "terms"}]

@@ -99,7 +99,7 @@ class FencingCounter(models.Model):
 
 
 class LockWaiter(models.Model):
-    """A place in the queue for a lock; it is valid until *expires_at*, and each try of its waiter renews it."""
+    """A position in the queue for a lock; it is valid until *expires_at*, and each try of its waiter renews it."""
 
     ticket = models.BigAutoField(primary_key=True)
     method_name = models.CharField(max_length=255)

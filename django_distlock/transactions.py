@@ -347,16 +347,16 @@ def _has_snapshot(connection: BaseDatabaseWrapper) -> bool:
 def _tell(
     kind: type[ReleasedBeforeCommit | SnapshotBeforeLock], name: str, alias: str, *, strict: bool
 ) -> None:
-    """Warn once for each place in the code, whatever the names; if *strict*, raise an error instead."""
+    """Warn once for each call site, whatever the names; if *strict*, raise an error instead."""
     if strict:
         raise kind(name, alias)
-    path, line, module = _place()
+    path, line, module = _call_site()
     warnings.warn_explicit(
         kind("", alias), None, path, line, module, registry=_told.setdefault(path, {})
     )
 
 
-def _place() -> tuple[str, int, str]:
+def _call_site() -> tuple[str, int, str]:
     """Return the file, line and module of the code that uses the lock: a decorated function, or our caller."""
     frame = sys._getframe(1)  # noqa: SLF001 - as the module warnings does itself
     while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):

@@ -99,7 +99,7 @@ class BaseLockBackend(ABC):
         self.key_prefix = settings.key_prefix
         self.strict = settings.strict
         self.options: Any = self.options_class(**settings.options)
-        #: The place of its locks: in aliases with the same location, the same key is the same lock.
+        #: Where its locks are: in aliases with the same location, the same key is the same lock.
         self.location: Hashable = (type(self), settings.alias)
         self._key_in = lru_cache(KEYS)(partial(server_key, kind=self.kind))
         self.queue = LocalQueue()
@@ -158,10 +158,10 @@ class BaseLockBackend(ABC):
         return False
 
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        """Take a place in the server's queue; *bell* rings when the waiter should try again."""
+        """Take a position in the server's queue; *bell* rings when the waiter should try again."""
 
     def dequeue(self, request: Request) -> None:
-        """Give up the place in the server's queue."""
+        """Give up the position in the server's queue."""
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         """Wait for up to *seconds* until *bell*, or the server's own signal for this waiter, wakes it."""
@@ -215,12 +215,12 @@ class BaseLockBackend(ABC):
         """Return the messages for ``manage.py check``; connect to servers only if *databases* are given."""
         return []
 
-    def check_server(self, place: str) -> list[CheckMessage]:
-        """Probe a lock; return an error if the server does not answer. *place*: the address for the message."""
+    def check_server(self, address: str) -> list[CheckMessage]:
+        """Probe a lock; return an error if the server does not answer. *address*: where it should listen, for the message."""
         try:
             self.probe(self.request("check", ttl=self.ttl, holder=Holder.current("check")))
         except LockBackendError as error:
-            return [server_error(error, place)]
+            return [server_error(error, address)]
         return []
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ class BaseLockBackend(ABC):
         self._threads.after(request, partial(self._leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
-        """Give up the place in the queue in the background."""
+        """Give up the position in the server's queue, in the background."""
         job, ends = partial(self.dequeue, request), clock.lease_time() + request.ttl
         self._threads.after(request, partial(until_done, self.alias, job, ends))
 
@@ -404,7 +404,7 @@ class BaseLockBackend(ABC):
 #: By pattern in the text of an error: the hint for it. The first match is used.
 ADVICE = {
     r"no master found": (
-        "Start the Sentinels, or correct the settings: are they listening on {place}, and is that the master's name?"
+        "Start the Sentinels, or correct the settings: are they listening on {address}, and is that the master's name?"
     ),
     r"invalid connection option|unexpected keyword|invalid keyword|invalid integer": (
         "Correct the settings: the driver refuses one of them."
@@ -430,17 +430,17 @@ ADVICE = {
         "Correct the name of the file; its folder must exist, and this process must be able to write there."
     ),
     r"timed out|timeout|in time|no reply|\(110\)": (
-        "Start it, or correct the settings: can this machine reach {place}?"
+        "Start it, or correct the settings: can this machine reach {address}?"
     ),
-    "": "Start it, or correct the settings: is it listening on {place}?",
+    "": "Start it, or correct the settings: is it listening on {address}?",
 }
 
 
-def server_error(error: LockBackendError, place: str) -> Error:
-    """Return the message for *error*; *place* is where the server should listen."""
+def server_error(error: LockBackendError, address: str) -> Error:
+    """Return the message for *error*; *address* is where the server should listen."""
     text = str(error)
     advice = next(ADVICE[each] for each in ADVICE if re.search(each, text, re.IGNORECASE))
-    return Error(text, hint=advice.format(place=place), id="distlock.E006")
+    return Error(text, hint=advice.format(address=address), id="distlock.E006")
 
 
 class Run(Protocol):

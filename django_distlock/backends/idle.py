@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 IDLE = 60.0
 
 
-def set_keepalive(line: _socket.socket) -> None:
+def set_keepalive(sock: _socket.socket) -> None:
     """Set TCP keepalive, so that a dead server machine is noticed within about ten seconds."""
     if hasattr(socket, "TCP_KEEPIDLE"):
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 class IdleStack(deque[Any]):

@@ -232,7 +232,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
 
 
-#: The client itself: a monitoring agent may have put a proxy in its place in the module.
+#: The client itself: a monitoring agent may have replaced it in the module by a proxy.
 Client: Any = PooledClient.client_class
 
 

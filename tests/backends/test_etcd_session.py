@@ -178,7 +178,7 @@ def test_one_member_of_three_can_fail_while_locks_are_taken(
     member = _by_rank(frail)[rank]
     # The one that fails is asked first.
     while backend()._gateway._members[0].port != member.port:
-        backend()._gateway._turn_from(backend()._gateway._members[0])
+        backend()._gateway._pass_over(backend()._gateway._members[0])
     taken = list[str]()
 
     def work(worker: int) -> None:

@@ -11,16 +11,16 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
 PREPARE distlock_count(text, text, int) AS 
-WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', greatest(1, least(1000, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text, true))
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT $1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, $2 FROM settled
+WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', greatest(1, least(1000, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text, true))
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT $1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, $2 FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value;
 WITH taken AS MATERIALIZED (
     SELECT pg_try_advisory_lock(%(number)s::bigint) AS ok
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('idle_session_timeout', %(silence)s, false) || set_config('application_name', %(label)s, false) || set_config('lock_timeout', %(patience)s, true) FROM taken WHERE ok
 ), counted AS (
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM settled
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value
 )
@@ -33,10 +33,10 @@ SELECT pg_advisory_unlock(%(number)s::bigint),
 -- acquire
 WITH taken AS MATERIALIZED (
     SELECT pg_try_advisory_lock(%(number)s::bigint) AS ok
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('idle_session_timeout', %(silence)s, false) || set_config('application_name', %(label)s, false) || set_config('lock_timeout', %(patience)s, true) FROM taken WHERE ok
 ), counted AS (
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM settled
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value
 )
@@ -55,16 +55,16 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
 PREPARE distlock_count(text, text, int) AS 
-WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', greatest(1, least(1000, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text, true))
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT $1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, $2 FROM settled
+WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', greatest(1, least(1000, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text, true))
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT $1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, $2 FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value;
 WITH taken AS MATERIALIZED (
     SELECT pg_try_advisory_lock(%(number)s::bigint) AS ok
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('idle_session_timeout', %(silence)s, false) || set_config('application_name', %(label)s, false) || set_config('lock_timeout', %(patience)s, true) FROM taken WHERE ok
 ), counted AS (
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM settled
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value
 )

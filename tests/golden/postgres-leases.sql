@@ -13,7 +13,7 @@ WITH seen AS (
 ), counter AS MATERIALIZED (
     SELECT value FROM django_distlock_fencingcounter
     WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('lock_timeout', '1s', true), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, true)
     FROM allowed
@@ -25,7 +25,7 @@ WITH seen AS (
     SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(ttl)s), clock_timestamp() + make_interval(secs => %(taken_for)s), clock_timestamp()
-    FROM settled
+    FROM configured
     ON CONFLICT (method_name) DO UPDATE SET
         owner = excluded.owner, holder = excluded.holder,
         fencing_token = CASE WHEN l.owner = %(owner)s THEN l.fencing_token ELSE
@@ -64,7 +64,7 @@ WITH seen AS (
 ), counter AS MATERIALIZED (
     SELECT value FROM django_distlock_fencingcounter
     WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('lock_timeout', '1s', true), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, true)
     FROM allowed
@@ -76,7 +76,7 @@ WITH seen AS (
     SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(ttl)s), clock_timestamp() + make_interval(secs => %(taken_for)s), clock_timestamp()
-    FROM settled
+    FROM configured
     ON CONFLICT (method_name) DO UPDATE SET
         owner = excluded.owner, holder = excluded.holder,
         fencing_token = CASE WHEN l.owner = %(owner)s THEN l.fencing_token ELSE
@@ -106,7 +106,7 @@ WITH seen AS (
 ), counter AS MATERIALIZED (
     SELECT value FROM django_distlock_fencingcounter
     WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('lock_timeout', '1s', true), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, true)
     FROM allowed
@@ -118,7 +118,7 @@ WITH seen AS (
     SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(ttl)s), clock_timestamp() + make_interval(secs => %(taken_for)s), clock_timestamp()
-    FROM settled
+    FROM configured
     ON CONFLICT (method_name) DO UPDATE SET
         owner = excluded.owner, holder = excluded.holder,
         fencing_token = CASE WHEN l.owner = %(owner)s THEN l.fencing_token ELSE
@@ -141,13 +141,13 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
 SELECT method_name, CASE WHEN expires_at > clock_timestamp() THEN holder END, extract(epoch FROM available_at - clock_timestamp())::float8 FROM django_distlock_methodlock WHERE available_at > clock_timestamp() AND method_name IN (%(item0)s);
 
 -- extend
-WITH settled AS MATERIALIZED (SELECT set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+WITH configured AS MATERIALIZED (SELECT set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, true))
 UPDATE django_distlock_methodlock AS l SET
     expires_at = greatest(l.expires_at, clock_timestamp() + make_interval(secs => e.ttl)),
     available_at = greatest(l.available_at, clock_timestamp() + make_interval(secs => e.ttl)),
     updated_at = clock_timestamp()
-FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8), settled
+FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8), configured
 WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_timestamp()
 RETURNING l.owner;
 

@@ -16,8 +16,8 @@ BEGIN; SET LOCAL application_name = 'distlock:w:HEX:HEX';  EXECUTE distlock_upda
 ROLLBACK; EXECUTE distlock_row(convert_from(decode('HEX', 'hex'), 'UTF8'));
 INSERT INTO django_distlock_methodlock (method_name, description, fencing_token, available_at, updated_at)
     VALUES (%(key)s, %(name)s, 0, clock_timestamp(), clock_timestamp()) ON CONFLICT (method_name) DO NOTHING;
-WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true))
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM settled
+WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true))
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value;
 
@@ -26,8 +26,8 @@ COMMIT;
 
 -- acquire
 BEGIN; SET LOCAL application_name = 'distlock:w:HEX:HEX';  EXECUTE distlock_update11(convert_from(decode('HEX', 'hex'), 'UTF8'));
-WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true))
-    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM settled
+WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true))
+    INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder) SELECT %(key)s, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, %(holder)s FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), holder = excluded.holder
     RETURNING value;
 

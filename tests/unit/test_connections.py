@@ -115,7 +115,7 @@ def test_callers_that_wait_for_a_connection_get_it_in_the_order_in_which_they_ca
     waiting = []
     for number in range(5):
         waiting.append(start(partial(use, number)))
-        eventually(lambda: len(own._line) == len(waiting), 5)
+        eventually(lambda: len(own._callers) == len(waiting), 5)
     own.give_back(lent, is_sound=True)
     use(5)
 
@@ -193,7 +193,7 @@ def test_an_exception_at_any_step_of_waiting_for_a_connection_stops_nobody_else(
         own.give_back(own.borrow(), is_sound=True)
 
     def give_back_when_awaited(lent: Any, over: threading.Event) -> None:
-        eventually(lambda: own._line or over.is_set(), 10)
+        eventually(lambda: own._callers or over.is_set(), 10)
         own.give_back(lent, is_sound=True)
 
     for step in itertools.count(1):
@@ -209,7 +209,7 @@ def test_an_exception_at_any_step_of_waiting_for_a_connection_stops_nobody_else(
         giving.result(10)
         gc.collect()  # a connection that was lost on its way takes a place until then
         start(lend).result(10)
-        assert not own._line
+        assert not own._callers
         if not is_interrupted:
             break
 

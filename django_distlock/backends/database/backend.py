@@ -170,8 +170,8 @@ class DatabaseBackend(BaseDatabaseBackend):
             listener.forget_bell(request.owner)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        has_places = self.waiting.queueing is not Queueing.NONE
-        return self._insist(records.held, self.keeps, key, has_places)
+        has_positions = self.waiting.queueing is not Queueing.NONE
+        return self._insist(records.held, self.keeps, key, has_positions)
 
     def free_locks(self, text: str) -> Iterable[Held]:
         head = self.key_of("x").removesuffix("x")

@@ -136,14 +136,14 @@ class BaseDatabaseBackend(BaseLockBackend):
     def check_tables(self, tables: Sequence[str]) -> list[CheckMessage]:
         """Return an error if the server does not answer, or lacks one of *tables*."""
         using, settings = self.options.using, connections[self.options.using].settings_dict
-        place = f"{settings['HOST'] or 'localhost'}:{settings['PORT'] or 'its default port'}"
+        address = f"{settings['HOST'] or 'localhost'}:{settings['PORT'] or 'its default port'}"
         try:
             known = self._insist(lambda cursor: cursor.db.introspection.table_names(cursor))
         except LockBackendError as error:
-            return [server_error(error, place)]
+            return [server_error(error, address)]
         missing = ", ".join(table for table in tables if table not in known)
         if not missing:
-            return self.check_server(place)  # checks the right to read them
+            return self.check_server(address)  # checks the right to read them
         text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no table {missing}."
         return [Error(text, hint=f"{how_to_migrate(using)}.", id="distlock.E007")]
 
@@ -243,6 +243,6 @@ class BaseDatabaseBackend(BaseLockBackend):
 
 
 def location_of(connection: BaseDatabaseWrapper) -> tuple[str, ...]:
-    """Return the identity of a database: two aliases with the same one share their locks, also by two engines."""
+    """Return the identity of a database: aliases with the same one share their locks, also if their ENGINE differs."""
     settings = connection.settings_dict
     return (connection.vendor, *(str(settings[key]) for key in ("HOST", "PORT", "NAME")))

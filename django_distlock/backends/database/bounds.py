@@ -177,8 +177,8 @@ def cut(connection: BaseDatabaseWrapper) -> None:
     found = descriptor(connection)
     if found is None or found < 0:
         return
-    with _line(found) as line, contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+    with _copy(found) as sock, contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def keep_alive(connection: BaseDatabaseWrapper) -> None:
@@ -186,18 +186,18 @@ def keep_alive(connection: BaseDatabaseWrapper) -> None:
     found = descriptor(connection)
     if found is None:
         return
-    with _line(found) as line, contextlib.suppress(OSError):  # a Unix socket needs none
-        set_keepalive(line)
+    with _copy(found) as sock, contextlib.suppress(OSError):  # a Unix socket needs none
+        set_keepalive(sock)
 
 
 @contextmanager
-def _line(number: int) -> Iterator[_socket.socket]:
+def _copy(number: int) -> Iterator[_socket.socket]:
     # Not socket.socket: that of gevent would make the driver's descriptor non-blocking.
-    line = _socket.socket(fileno=_socket.dup(number))
+    sock = _socket.socket(fileno=_socket.dup(number))
     try:
-        yield line
+        yield sock
     finally:
-        line.close()
+        sock.close()
 
 
 def _bound_psycopg(raw: Any, seconds: float | None) -> None:

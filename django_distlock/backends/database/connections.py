@@ -95,7 +95,7 @@ class OwnConnections:
         self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
         self._mutex = section()
         #: The bells of callers that wait for a connection, first come, first served.
-        self._line = deque[ThreadBell]()
+        self._callers = deque[ThreadBell]()
         self._closes_idle = False
 
     def ask(self, verb: Callable[..., _T], *args: Any, left: float | None = 0.0) -> _T:
@@ -161,16 +161,16 @@ class OwnConnections:
         if the wait *is_given_up*, which is asked at least once per io_timeout.
         """
         try:
-            if not self._line:
+            if not self._callers:
                 return self._idle.pop()
         except IndexError:
             pass
-        connection = self._await_turn(left, is_given_up)
+        connection = self._next_free(left, is_given_up)
         if connection.connection is None:
             try:
                 self._connect(connection)
             except BaseException:
-                self._free_place(connection)
+                self._free_slot(connection)
                 raise
         return connection
 
@@ -189,20 +189,20 @@ class OwnConnections:
             return
         connection.used_at = clock.wait_time()
         self._idle.append(connection)
-        if self._line:
+        if self._callers:
             self._ring_first()
         if not self._closes_idle:
             self._closes_idle = True
             background.submit(self.alias, self._close_idle, IDLE)
 
-    def _await_turn(self, left: float | None, is_given_up: Callable[[], object]) -> Any:
-        """Return a connection that is idle, or a new one that is not open yet, when it is the turn of this caller."""
+    def _next_free(self, left: float | None, is_given_up: Callable[[], object]) -> Any:
+        """Return an idle connection, or a new one that is not open yet, once no earlier caller waits for one."""
         wait = Wait(None if left is None else max(left, self._io_timeout))
         bell = ThreadBell()
         try:
-            self._line.append(bell)
+            self._callers.append(bell)
             while True:
-                if self._line[0] is bell and (found := self._idle_or_new()) is not None:
+                if self._callers[0] is bell and (found := self._idle_or_new()) is not None:
                     return found
                 if wait.is_over or is_given_up():
                     problem = (
@@ -212,7 +212,7 @@ class OwnConnections:
                 # A connection that an asynchronous exception has lost is replaced without a ring.
                 bell.wait(wait.bounded(self._io_timeout))
         finally:
-            self._line.remove(bell)
+            self._callers.remove(bell)
             self._ring_first()  # the next caller may get one, too
 
     def _idle_or_new(self) -> Any:
@@ -234,7 +234,7 @@ class OwnConnections:
 
     def _ring_first(self) -> None:
         with suppress(IndexError):
-            self._line[0].ring()
+            self._callers[0].ring()
 
     def _connect(self, connection: Any, *, bounded: bool = True) -> None:
         if not project.USE_TZ:
@@ -265,7 +265,7 @@ class OwnConnections:
 
     def _prepare(self, connection: Any, *, bounded: bool) -> None:
         connection.ensure_connection()
-        # An engine that overrides only get_new_connection() may have taken it from a pool of SQLAlchemy, which would
+        # A database engine that overrides only get_new_connection() may have taken it from a pool of SQLAlchemy, which would
         # lend it again.
         if (detach := getattr(connection.connection, "detach", None)) is not None:
             detach()
@@ -295,9 +295,9 @@ class OwnConnections:
         try:
             _close_quietly(connection)
         finally:
-            self._free_place(connection)
+            self._free_slot(connection)
 
-    def _free_place(self, connection: BaseDatabaseWrapper) -> None:
+    def _free_slot(self, connection: BaseDatabaseWrapper) -> None:
         with self._mutex:
             self._all.discard(connection)
         self._ring_first()
@@ -353,23 +353,23 @@ class OwnConnections:
 
 
 @cache
-def _class_of_own(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
-    """Return a subclass of *engine* for own connections, which come from no pool that *engine* has.
+def _class_of_own(wrapper: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
+    """Return a subclass of *wrapper* for own connections, which come from no pool that *wrapper* has.
 
     A pool would lend the sessions of locks, with their settings, to the application, and would soon be empty.
     """
 
     def get_connection_params(self: BaseDatabaseWrapper) -> dict[str, Any]:
         try:
-            return engine.get_connection_params(self)
+            return wrapper.get_connection_params(self)
         except Exception as error:  # such as that of a provider of passwords
-            msg = f"its engine has no connection parameters: {first_line(error)}"
+            msg = f"its ENGINE has no connection parameters: {first_line(error)}"
             raise ImproperlyConfigured(msg) from error
 
-    of_django: Any = next(kind for kind in engine.__mro__ if kind.__module__.startswith("django."))
-    opens = engine.get_new_connection is not of_django.get_new_connection
+    of_django: Any = next(kind for kind in wrapper.__mro__ if kind.__module__.startswith("django."))
+    opens = wrapper.get_new_connection is not of_django.get_new_connection
     closes = any(
-        getattr(engine, each) is not getattr(of_django, each) for each in ("close", "_close")
+        getattr(wrapper, each) is not getattr(of_django, each) for each in ("close", "_close")
     )
     has_pool = opens and closes and of_django is not BaseDatabaseWrapper
     members: dict[str, Any] = {
@@ -378,9 +378,9 @@ def _class_of_own(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper
         for name, member in vars(kind).items()
         if not name.startswith("__")
     }
-    if engine.get_connection_params is not of_django.get_connection_params:
+    if wrapper.get_connection_params is not of_django.get_connection_params:
         members["get_connection_params"] = get_connection_params
-    return type(engine.__name__, (engine,), members)
+    return type(wrapper.__name__, (wrapper,), members)
 
 
 def abandon(connection: BaseDatabaseWrapper) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-#: Seconds for which a place in the queue stays valid after its waiter last looked.
+#: Seconds for which a position in the queue stays valid after its waiter last looked.
 PATIENCE = 2.5
 #: Seconds that our statements wait for a row that another statement of this package has locked.
 ROW_WAIT = 1.0
@@ -38,7 +38,7 @@ _EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - servers return times in UTC, som
 MARK = "%({})s"
 PARAMETER = re.compile(r"%\((\w+)\)s")
 
-# The statements on rows of leases and places. Dialect.sql() puts the SQL of its server into the braces.
+# The statements on rows of leases and positions. Dialect.sql() puts the SQL of its server into the braces.
 
 # Frees the lock if %(owner)s has it.
 _RELEASE = f"""
@@ -84,10 +84,10 @@ _DEQUEUE = f"DELETE FROM {WAITER} WHERE owner = %(position)s"
 _LOOK_AT = (
     f"SELECT method_name, fencing_token, available_at <= {{now}} FROM {LOCK} WHERE method_name IN "
 )
-# Renews the place for PATIENCE seconds, if it has less than half of that left.
-_KEEP_PLACE = f"UPDATE {WAITER} SET expires_at = {{until}} WHERE owner = %(position)s AND expires_at < {{soon}}"
+# Renews the position for PATIENCE seconds, if it has less than half of that left.
+_KEEP_POSITION = f"UPDATE {WAITER} SET expires_at = {{until}} WHERE owner = %(position)s AND expires_at < {{soon}}"
 
-# A condition: no valid place in the queue is before ours.
+# A condition: no valid position in the queue is before ours.
 _TURN = f"""NOT EXISTS (
     SELECT 1 FROM {WAITER} AS w WHERE w.method_name = %(line)s AND w.expires_at > {{now}} AND w.owner <> %(position)s
       AND w.ticket < coalesce((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = %(position)s), 9223372036854775807))"""
@@ -140,7 +140,7 @@ class Dialect(ABC):
         self.enqueue_sql = self.sql(_ENQUEUE + self.on_enqueue)
         self.dequeue_sql = self.sql(_DEQUEUE)
         self.look_at_sql = self.sql(_LOOK_AT)
-        self.keep_place_sql = self.sql(_KEEP_PLACE)
+        self.keep_place_sql = self.sql(_KEEP_POSITION)
 
     def expressions(self) -> dict[str, str]:
         """Return the SQL for what statements have in braces."""
@@ -200,7 +200,7 @@ class Dialect(ABC):
         return answer
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
-        """Acquire the lock if it is free; leave the places in the queue as they are."""
+        """Acquire the lock if it is free; leave the queue as it is."""
         raise NotImplementedError
 
     def release(self, cursor: Any, request: Request) -> Release:
@@ -244,14 +244,14 @@ class Dialect(ABC):
         return {key: (token, bool(is_free)) for key, token, is_free in cursor.fetchall()}
 
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
-        """Take a place in the queue and return its ticket; *channel*: where to notify the waiter."""
+        """Take a position in the queue and return its ticket; *channel*: where to notify the waiter."""
         known = {**parameters(request), "channel": channel}
         cursor.execute(self.enqueue_sql, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
 
     def dequeue(self, cursor: Any, request: Request) -> None:
-        """Give up the place in the queue."""
+        """Give up the position in the queue."""
         cursor.execute(self.dequeue_sql, {"position": request.waiter})
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:

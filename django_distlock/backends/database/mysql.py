@@ -97,7 +97,7 @@ class MySQL(Dialect):
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Set time zone, SQL mode and isolation level, and a short timeout for locked rows."""
-        settle(connection)
+        configure(connection)
         with connection.cursor() as cursor:
             cursor.execute("SET SESSION innodb_lock_wait_timeout = %s", [max(1, round(ROW_WAIT))])
 
@@ -188,7 +188,7 @@ def _run(cursor: Any, statement: str, values: dict[str, Any]) -> None:
     cursor.execute(call, [values[name] for name in names])
 
 
-def settle(connection: BaseDatabaseWrapper) -> None:
+def configure(connection: BaseDatabaseWrapper) -> None:
     """Set time zone, SQL mode and isolation level, whatever the machine or the project has set."""
     with connection.cursor() as cursor:
         cursor.execute(f"SET SESSION time_zone = '+00:00', sql_mode = '{_SQL_MODE}'")

@@ -67,7 +67,7 @@ _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchr
 # seen      the row as it is: a refusal ends here and writes nothing, no WAL and no transaction id.
 # allowed   whether it is ours already, and whether it is free and our turn.
 # counter   the counter's row, locked; none if guard() or another acquire has it locked.
-# settled   sets durability and a short lock_timeout for this transaction, whatever the session has set.
+# configured   sets durability and a short lock_timeout for this transaction, whatever the session has set.
 # granted   decides, on the newest version of the row and by a clock read after any wait for it.
 # counted   writes the token where guard() reads it.
 # One row: token (null: refused), holder, seconds until others can acquire it, whether it was seen free:
@@ -83,7 +83,7 @@ WITH seen AS (
 ), counter AS MATERIALIZED (
     SELECT value FROM {COUNTER}
     WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT set_config('lock_timeout', '{ROW_WAIT:g}s', true), {_DURABLE.format("true")}
     FROM allowed
     WHERE mine OR (free AND (EXISTS (SELECT FROM counter)
@@ -94,7 +94,7 @@ WITH seen AS (
     SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}), clock_timestamp(),
            {_AFTER.format("%(ttl)s")}, {_AVAILABLE}, clock_timestamp()
-    FROM settled
+    FROM configured
     ON CONFLICT (method_name) DO UPDATE SET
         owner = excluded.owner, holder = excluded.holder,
         fencing_token = CASE WHEN l.owner = %(owner)s THEN l.fencing_token ELSE
@@ -114,7 +114,7 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
        (SELECT free FROM allowed){{more}}
 """
 
-# A waiter that is granted leaves the queue; one that is refused renews its place.
+# A waiter that is granted leaves the queue; one that is refused renews its position.
 _QUEUE = f""", gone AS (
     DELETE FROM {WAITER} WHERE owner = %(position)s AND EXISTS (SELECT FROM granted)
 ), kept AS (
@@ -138,12 +138,12 @@ _QUEUE_OF_PLACES = f"{_QUEUE}, woken AS ({_RING.format(more=_OTHERS)})"
 
 # Extends each lease that its owner still holds, never shortens one, and is as durable as the grant. Returns the owners.
 _EXTEND = f"""
-WITH settled AS MATERIALIZED (SELECT {_DURABLE.format("true")})
+WITH configured AS MATERIALIZED (SELECT {_DURABLE.format("true")})
 UPDATE {LOCK} AS l SET
     expires_at = greatest(l.expires_at, {_AFTER.format("e.ttl")}),
     available_at = greatest(l.available_at, {_AFTER.format("e.ttl")}),
     updated_at = clock_timestamp()
-FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8), settled
+FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8), configured
 WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_timestamp()
 RETURNING l.owner
 """
@@ -287,7 +287,7 @@ class PostgreSQL(Dialect):
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Set the session up; plan each statement only once, unless a pooler shares the session."""
-        is_ours = connection.distlock_is_ours = settle(connection)  # type: ignore[attr-defined]  # our own
+        is_ours = connection.distlock_is_ours = configure(connection)  # type: ignore[attr-defined]  # our own
         if is_ours:
             with connection.cursor() as cursor:
                 cursor.execute("SET plan_cache_mode = force_generic_plan")
@@ -359,7 +359,7 @@ def notes(raw: Any, seconds: float) -> Iterable[Any]:
     return list(known)
 
 
-def settle(connection: BaseDatabaseWrapper) -> bool:
+def configure(connection: BaseDatabaseWrapper) -> bool:
     """Set READ COMMITTED and durable commits, whatever the role has set; return True if the session is ours alone.
 
     A session behind a pooler stays unchanged; statements that fail there because of their isolation are repeated.

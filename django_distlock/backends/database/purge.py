@@ -82,7 +82,7 @@ def _moment(cursor: CursorWrapper, older_than: float, batch_size: int) -> Parame
     now = server_now(cursor)
     cutoff = now - timedelta(seconds=older_than)
     write = cursor.db.ops.adapt_datetimefield_value
-    # A place in the queue that can no longer be renewed is useless, so older_than does not apply to it.
+    # A position in the queue that can no longer be renewed is useless, so older_than does not apply to it.
     dead = now - timedelta(seconds=LEAST_AGE)
     instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
     return {**instants, "token": microseconds(cutoff), "size": batch_size}
@@ -115,7 +115,7 @@ def _select(
 def _execute(
     cursor: CursorWrapper, statement: str, these: Collection[Any], known: Parameters
 ) -> int:
-    """Execute *statement* with its list in place, if it is not empty; return the number of rows."""
+    """Execute *statement* with its list filled in, if that is not empty; return the number of rows."""
     if not these:
         return 0
     marks, values = listed(these)

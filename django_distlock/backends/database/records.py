@@ -81,13 +81,13 @@ def rows(using: str) -> QuerySet[MethodLock]:
 
 
 def held(
-    cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None, has_places: bool
+    cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None, has_positions: bool
 ) -> list[Held]:
     """Return the locks that are not free, ordered by their ends; with *key*, only that one.
 
-    *has_places*: whether waiters have places in the database, so that they can be counted.
+    *has_positions*: whether waiters have positions in the database, so that they can be counted.
     """
-    found = _taken(cursor, key, has_places=has_places)
+    found = _taken(cursor, key, has_positions=has_positions)
     return [as_held(row) for row in found if is_mine(row.method_name)]
 
 
@@ -111,10 +111,12 @@ def free_locks(cursor: CursorWrapper, head: str, text: str) -> list[Held]:
     ]
 
 
-def _taken(cursor: CursorWrapper, key: str | None, *, has_places: bool = True) -> Iterator[_Taken]:
+def _taken(
+    cursor: CursorWrapper, key: str | None, *, has_positions: bool = True
+) -> Iterator[_Taken]:
     one = {} if key is None else {"method_name": key}
     is_taken = Q(owner__isnull=False) | Q(available_at__gt=ServerNow())
-    waiters = _waiters(cursor.db.alias) if has_places else Value(None, IntegerField())
+    waiters = _waiters(cursor.db.alias) if has_positions else Value(None, IntegerField())
     # Times as the driver returns them: Django's conversion takes long for thousands of rows.
     instants = {f"read_{name}": ExpressionWrapper(F(name), Field()) for name in _INSTANTS}
     found = rows(cursor.db.alias).filter(is_taken, **one).annotate(waiters=waiters, **instants)

@@ -139,15 +139,15 @@ class MemberConnection:
     def ask(self, path: str, body: bytes, token: str, ends: float) -> http.client.HTTPResponse:
         """Send a request; return its reply, read up to its body. Connect if needed."""
         self.ends, self.is_kept = ends, False
-        line = self._socket or self._connected()
+        sock = self._socket or self._connected()
         login = f"Authorization: {token}\r\n" if token else ""
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self.endpoint}\r\n{login}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        line.settimeout(self._left())
+        sock.settimeout(self._left())
         self.is_used = True
-        line.sendall(head.encode() + body)
+        sock.sendall(head.encode() + body)
         response = _Response(self, method="POST")  # type: ignore[arg-type]  # of the socket, it uses makefile() alone
         response.begin()
         return response
@@ -204,13 +204,13 @@ class MemberConnection:
 
     def interrupt(self) -> None:
         """End the request whose reply another thread reads."""
-        if (line := self._socket) is not None:
+        if (sock := self._socket) is not None:
             with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        if (line := self._socket) is not None:
-            line.close()
+        if (sock := self._socket) is not None:
+            sock.close()
 
 
 @dataclass(slots=True)
@@ -315,7 +315,7 @@ class Gateway:
             except Refused as refused:
                 if refused.is_transient:
                     post.is_sure = False
-                    self._turn_from(connection.endpoint)
+                    self._pass_over(connection.endpoint)
                 raise
             except FAULTS as error:
                 # Without a connection, nothing was sent.
@@ -323,7 +323,7 @@ class Gateway:
                 self.close()  # the idle ones are probably broken too
                 may_be_well = is_only or not isinstance(error, TimeoutError)
                 if not (was_used and may_be_well):
-                    self._turn_from(connection.endpoint)
+                    self._pass_over(connection.endpoint)
                     raise
             finally:
                 self._put_back(connection)
@@ -387,7 +387,7 @@ class Gateway:
         else:
             connection.close()
 
-    def _turn_from(self, endpoint: Endpoint) -> None:
+    def _pass_over(self, endpoint: Endpoint) -> None:
         """Ask the next member first, unless another thread has found out that already."""
         with self._mutex:
             if self._members[0] == endpoint:
@@ -411,7 +411,7 @@ class Gateway:
 
     def failed(self, watch: Watch) -> None:
         """Try another member, and with another token, for the next watch."""
-        self._turn_from(watch.connection.endpoint)
+        self._pass_over(watch.connection.endpoint)
         if watch.is_refused and self._token == watch.token:
             self._token = ""
 

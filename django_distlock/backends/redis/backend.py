@@ -77,7 +77,7 @@ class RedisBackend(StepsBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         if self.options.scripting:
-            # With an order, each waiter has its own place on the server from when it came.
+            # With an order, each waiter has its own position on the server from when it came.
             self.waiting = Waiting(
                 way=Way.LISTEN,
                 queueing=Queueing.BY_TRYING,
@@ -158,7 +158,7 @@ class RedisBackend(StepsBackend):
         if not databases:
             return []
         where = f"DISTLOCK[{self.alias!r}]"
-        return self.check_server(self.source.place) or check_facts(
+        return self.check_server(self.source.address) or check_facts(
             where,
             self._link.converse(ask_facts()),
             allow_eviction=self.options.allow_eviction,

@@ -37,7 +37,7 @@ MARK = 16
 LAST = 8 * (MARK + 1)
 #: Seconds without a word from a waiter after which others are served before it.
 PATIENCE = 0.5
-#: Seconds of silence after which a waiter loses its place for good.
+#: Seconds of silence after which a waiter loses its position for good.
 FORGOTTEN = 10.0
 #: How many waiters are looked at: those behind so many that have died within ten seconds find out by themselves.
 FIRST = 64
@@ -52,7 +52,7 @@ local function number(value) return tonumber(value or 0) or 0 end
 
 # Asks for the lock, once.
 # KEYS: record, readers, queue, alive.
-# ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
+# ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a position in the queue if it is
 # refused, '1' if the first in the queue is always served first, its position in the queue, '1' if it is for a place.
 # Returns the token as text, which costs less than a table; or, if it is refused, {holder of the lease that ends last,
 # microseconds left or -1}. The same owner again: the same token. An owner that was given back for good: refused.

@@ -98,10 +98,10 @@ class Source:
     def where(self) -> str:
         if self.sentinels:
             return f"Redis (the master of {self.service!r}, by Sentinel)"
-        return f"Redis{' Cluster' if self.is_cluster else ''} at {self.place}"
+        return f"Redis{' Cluster' if self.is_cluster else ''} at {self.address}"
 
     @property
-    def place(self) -> str:
+    def address(self) -> str:
         """The address of the server, or of the Sentinels."""
         if self.sentinels:
             return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
@@ -110,7 +110,7 @@ class Source:
 
     @property
     def identity(self) -> Hashable:
-        """The place of its keys: the server, or the Sentinels and their master, and the database."""
+        """Where its keys are: the server, or the Sentinels and their master, and the database."""
         return self.url, self.sentinels, self.settings.get("db")
 
     @property

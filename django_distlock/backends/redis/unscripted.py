@@ -178,13 +178,13 @@ class _LockRecord:
         self.kept = max(self.kept, -((self.now - ends) // 1000) + RETENTION * 1000)
         self.writes.append(("PEXPIRE", self.record, self.kept))
 
-    def note(self, place: str, owner: str) -> None:
+    def note(self, field: str, owner: str) -> None:
         """Remember *owner* among the last eight."""
-        noted = f"{owner[:MARK]} {self.fields.get(place.encode(), b'').decode()}"
-        self.set(**{place: noted[:LAST]})
+        noted = f"{owner[:MARK]} {self.fields.get(field.encode(), b'').decode()}"
+        self.set(**{field: noted[:LAST]})
 
-    def is_noted(self, place: str, owner: str) -> bool:
-        return owner[:MARK].encode() in self.fields.get(place.encode(), b"")
+    def is_noted(self, field: str, owner: str) -> bool:
+        return owner[:MARK].encode() in self.fields.get(field.encode(), b"")
 
 
 _VERBS: dict[Script, Callable[..., Any]] = {

@@ -51,9 +51,9 @@ _RELEASES = {0: Release.GONE, 1: Release.RELEASED, 2: Release.TAKEN}
 
 #: Makes a key of the cache, with its prefix and version.
 MakeKey = Callable[[str], str]
-_PLACE = "distlock-place"
+_SAMPLE = "distlock-sample"
 #: What is made a key of, to see what the cache adds; and what "" stands for as a label.
-PROBE, _PLAIN = f"distlock:{{{_PLACE}}}", "distlock:{}"
+PROBE, _PLAIN = f"distlock:{{{_SAMPLE}}}", "distlock:{}"
 #: Locks whose keys a process remembers.
 _REMEMBERED = 2048
 
@@ -75,7 +75,7 @@ class Keys:
 @lru_cache(_REMEMBERED)
 def label_of(made: object) -> str:
     """Return the label of keys that are made as *made* is of PROBE, "" if nothing is added; ValueError if that hides the key of a lock."""
-    before, _place, after = str(made).partition(_PLACE)
+    before, _sample, after = str(made).partition(_SAMPLE)
     if not (before.endswith("{") and after.startswith("}")) or "{}" in str(made):
         msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
         raise ValueError(msg)

@@ -57,11 +57,11 @@ class RedlockBackend(StepsBackend):
         super().__init__(settings)
         self.supports_fencing = self.options.fencing
         self.sources = [self._source(server) for server in self.options.servers]
-        places = [source.where for source in self.sources]
-        for place in places:
-            if places.count(place) > 1:
+        names = [source.where for source in self.sources]
+        for name in names:
+            if names.count(name) > 1:
                 raise ValueError(
-                    f"'servers': {place} stands there twice; another database of it is no other server."
+                    f"'servers': {name} stands there twice; another database of it is no other server."
                 )
         self._make_keys: list[MakeKey] = [
             str if "://" in server else own_instance(server).make_key
@@ -70,7 +70,9 @@ class RedlockBackend(StepsBackend):
         self.label()  # ValueError
         self.location = ("redlock", *(each.identity for each in self.sources))
         #: Seconds for which a server that restarted grants nothing.
-        self._guard = (self.options.longest_ttl or self.ttl) if self.options.restart_guard else 0.0
+        self._least_uptime = (
+            (self.options.longest_ttl or self.ttl) if self.options.restart_guard else 0.0
+        )
         self._open()
 
     def request(self, name: str, key: str = "", **wishes: Any) -> Request:
@@ -84,9 +86,9 @@ class RedlockBackend(StepsBackend):
         return joint_label([label_of(make_key(PROBE)) for make_key in self._make_keys])
 
     def check_ttl(self, ttl: float) -> None:
-        if 0 < self._guard < ttl:
+        if 0 < self._least_uptime < ttl:
             raise ValueError(
-                f"DISTLOCK[{self.alias!r}]: a ttl of {ttl:g} seconds is more than {self._guard:g} seconds, "
+                f"DISTLOCK[{self.alias!r}]: a ttl of {ttl:g} seconds is more than {self._least_uptime:g} seconds, "
                 "for which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
             )
 
@@ -118,14 +120,14 @@ class RedlockBackend(StepsBackend):
             with closing(PoolLink(self.alias, source)) as link:
                 try:
                     facts = link.converse(ask_facts())
-                    if isinstance(facts, Exception) and self._guard:
+                    if isinstance(facts, Exception) and self._least_uptime:
                         found.append(_no_uptime(at, facts))
                     else:
                         found += check_facts(at, facts, allow_eviction=options.allow_eviction)
                     found += _check_disk(at, link) if options.durable else []
                     found += _check_twice(where, source.where, facts, runs)
                 except LockBackendError as error:
-                    found.append(server_error(error, source.place))
+                    found.append(server_error(error, source.address))
         return found
 
     def close(self) -> None:
@@ -153,14 +155,16 @@ class RedlockBackend(StepsBackend):
             self._servers.listen(self._verbs.doorbells(request), bell, seconds)
 
     def _open(self) -> None:
-        greet = partial(seconds_up, durable=self.options.durable) if self._guard else no_greeting
+        greet = (
+            partial(seconds_up, durable=self.options.durable) if self._least_uptime else no_greeting
+        )
         self._servers = Servers(self.alias, self.sources, greet)
         self._run = partial(run, carry_out=self._servers.ask)
         self._verbs: RedlockVerbs = RedlockVerbs(
             self.alias,
             self._servers,
             self.options,
-            guard=self._guard,
+            least_uptime=self._least_uptime,
         )
         # The thread ends with its backend.
         self._close_unused = weakref.finalize(self, self._servers.close)
@@ -207,10 +211,10 @@ def _check_disk(where: str, link: PoolLink) -> list[CheckMessage]:
     return [Error(text, hint=hint, id="distlock.E031")]
 
 
-def _check_twice(where: str, place: str, facts: Facts, runs: dict[str, str]) -> list[CheckMessage]:
+def _check_twice(where: str, server: str, facts: Facts, runs: dict[str, str]) -> list[CheckMessage]:
     run = "" if isinstance(facts, Exception) else facts.get("run_id", "")
-    first = runs.setdefault(run, place)
-    if not run or first == place:
+    first = runs.setdefault(run, server)
+    if not run or first == server:
         return []
-    text = f"{where}: {first} and {place} are one and the same server."
+    text = f"{where}: {first} and {server} are one and the same server."
     return [Error(text, hint="Name servers that can fail one by one.", id="distlock.E030")]

@@ -82,7 +82,7 @@ class RedlockOptions:
 class RedlockVerbs:
     """The verbs of one alias on its *servers*: those of Redis on each of them, and what a majority answers.
 
-    *guard*: seconds that a server must have been up before it may grant; 0: no guard.
+    *least_uptime*: seconds that a server must have been up before it may grant; 0: it may at once.
     """
 
     def __init__(
@@ -91,22 +91,22 @@ class RedlockVerbs:
         servers: Servers,
         options: RedlockOptions,
         *,
-        guard: float,
+        least_uptime: float,
     ) -> None:
         self._alias = alias
         self._servers = servers
-        self._places = servers.places
+        self._names = servers.names
         self._options = options
-        self._guard = guard
-        self._most = votes.majority(len(servers.places))
-        self._everybody = range(len(servers.places))
+        self._least_uptime = least_uptime
+        self._most = votes.majority(len(servers.names))
+        self._everybody = range(len(servers.names))
         self._redis = RedisVerbs(alias, RedisSettings(), batch=BATCH)
 
     def acquire(self, request: Request, *, queued: bool) -> Verb[Grant | Busy]:
         """Try to acquire the lock on a majority. What a refused try was granted is given back for good."""
         verb = partial(self._redis.acquire, queued=queued)
         question = self._question(verb, request, Count.is_elected)
-        question.guard = self._guard
+        question.least_uptime = self._least_uptime
         ballot: Count = yield question
         outcome = ballot.election()
         if outcome is Election.WON:
@@ -296,7 +296,7 @@ class RedlockVerbs:
 
     def _need_most(self, count: Count) -> None:
         """Raise the error if so many servers failed that the others are no majority."""
-        if len(self._places) - len(count.failures) < self._most:
+        if len(self._names) - len(count.failures) < self._most:
             self._fail(count)
 
     def _fail(self, count: Count) -> NoReturn:
@@ -306,10 +306,9 @@ class RedlockVerbs:
         said |= dict.fromkeys(count.of(Busy), "it refused: somebody has the lock")
         failures = count.failures
         said |= failures
-        good, total, errors = len(self._places) - len(failures), len(self._places), count.errors
+        good, total, errors = len(self._names) - len(failures), len(self._names), count.errors
         causes = {
-            place: said.get(server, "was not waited for")
-            for server, place in enumerate(self._places)
+            name: said.get(server, "was not waited for") for server, name in enumerate(self._names)
         }
         kind = LockOutcomeUnknown if count.unsure else LockBackendError
         problem = f"{good} of {total} Redis servers can be used, {self._most} must be"

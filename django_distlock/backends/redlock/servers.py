@@ -264,8 +264,8 @@ class ServerLink:
 
     def _send(self, query: Query) -> None:
         """Begin the conversation, unless the server has not been up for long enough."""
-        left = self._up_since + query.question.guard - clock.wait_time()
-        if query.question.guard and left > 0:
+        left = self._up_since + query.question.least_uptime - clock.wait_time()
+        if query.question.least_uptime and left > 0:
             query.fail(f"it started lately, and grants nothing for {math.ceil(left)} s more")
         elif step := query.next_step():
             self._sent.append(query)
@@ -337,7 +337,7 @@ class Servers:
     ) -> None:
         self._alias = alias
         #: The names of the servers in errors.
-        self.places = [source.where for source in sources]
+        self.names = [source.where for source in sources]
         self._total = len(sources)
         self._connections = [ServerLink(self, source, greet) for source in sources]
         #: Connections on which servers wait for the doorbells of waiters, and the questions that they wait by.
@@ -502,7 +502,7 @@ class Servers:
             key.data(mask)
         while self._jobs:
             self._jobs.popleft()()
-        # By the time before: answers that arrived since have been read, even if this thread had to wait its turn.
+        # By the time before: answers that arrived since have been read, even if this thread was held up.
         while self._watched and self._watched[0][0] <= now:
             *_, connection, query = heapq.heappop(self._watched)
             if query.is_open and query.deadline <= now:

@@ -148,14 +148,14 @@ class Question:
     """Conversations with several servers, by the server's number. It ends when *is_decided*.
 
     A server has *within* seconds for each answer, and before that *connecting* seconds for a new connection.
-    *guard*: seconds that it must have been up before it is asked.
+    *least_uptime*: seconds that it must have been up before it is asked.
     """
 
     conversations: Mapping[int, Conversation[Any]]
     is_decided: Callable[[Count], bool]
     within: float
     connecting: float
-    guard: float = 0.0
+    least_uptime: float = 0.0
     #: Rings at the end; the count does not change after that.
     bell: Bell = field(init=False)
     count: Count = field(init=False)

@@ -49,15 +49,15 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
 # Makes the server notice that a waiting client has died; not every platform can.
 _LOOK_AFTER_CLIENT = "SET client_connection_check_interval = '200ms'"
 
-# Raises the fencing token of %(key)s for %(holder)s. One row: the token. "settled" comes first.
+# Raises the fencing token of %(key)s for %(holder)s. One row: the token. "configured" comes first.
 _RAISE = f"""
-    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
+    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM configured
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
     RETURNING value
 """
-# On another connection: "settled" sets a short lock_timeout, as a guard() may have locked the row.
+# On another connection: "configured" sets a short lock_timeout, as a guard() may have locked the row.
 _COUNT = f"""
-WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true)){_RAISE}"""
+WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true)){_RAISE}"""
 # On the session itself, after its wait: for STAY seconds at most, and until $3 ms after its transaction began.
 _REST = f"greatest(1, least({STAY * 1000:g}, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text"
 _COUNT_HERE = _COUNT % {"key": "$1", "holder": "$2", "patience": _REST}
@@ -108,7 +108,7 @@ _OWN = "set_config('idle_session_timeout', %(silence)s, false) || set_config('ap
 _TAKE = _both(f"""
 WITH taken AS MATERIALIZED (
     SELECT pg_try_advisory_lock{{shared}}(%(number)s::bigint) AS ok
-), settled AS MATERIALIZED (
+), configured AS MATERIALIZED (
     SELECT {_OWN} || set_config('lock_timeout', %(patience)s, true) FROM taken WHERE ok
 ), counted AS ({_RAISE})
 SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE method_name = %(key)s AND NOT ok) FROM taken

@@ -32,7 +32,7 @@ class Command(LockCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.description = _(
             "Delete the records of locks that have been stale or free for longer than a day (or "
-            "--older-than) and that nobody waits for, and the places of waiters that died. "
+            "--older-than) and that nobody waits for, and the positions of waiters that died. "
             "Several can run at once, and while locks are in use. "
             "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
         )
