@@ -121,7 +121,7 @@ class LockHandler:
                 backend.close_at_exit(max(0.0, ends - clock.wait_time()))
 
     def forget_parent(self) -> None:
-        """Start empty in a forked child: connections that the parent opened belong to the parent."""
+        """Drop all backends in a forked child: connections that the parent opened belong to the parent."""
         backends = list(self.made.values())
         self._mutex, self.made = threading.RLock(), {}
         memory.clear()

@@ -27,7 +27,7 @@ LONGEST_PAUSE = 10.0
 
 
 class _Candidate(Lock):
-    """A lock that is waited for until *stop* is set."""
+    """A lock whose acquire() waits until *stop* is set."""
 
     stop: threading.Event | None = None
 

@@ -272,7 +272,7 @@ class EnteredWith(NamedTuple):
 
 
 def _frame_of_with() -> object:
-    """Return what tells the frame of the ``with`` that is entered or left now from all others."""
+    """Return a value that identifies the frame of the ``with`` that is entered or left now."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing else tells one block from another
     while frame and frame.f_globals.get("__name__") in _OF_WITH:
         frame = frame.f_back
@@ -440,7 +440,7 @@ class Lock:
     # What the decorator and lock_all() build on.
 
     def enter(self, timeout: float | None) -> Lease:
-        """Do what ``with`` does at its begin, within *timeout* seconds."""
+        """Enter a block as ``with`` does, within *timeout* seconds."""
         return self.take(timeout, self._note_entry)
 
     async def aenter(
@@ -614,7 +614,7 @@ class Lock:
         self._acquired.append(lease.ref)
 
     def recall(self) -> Lease:
-        """Return what this caller acquired last, and forget it."""
+        """Return the lease that this caller acquired last, and forget it."""
         for known in reversed([*self._acquired]):
             if (lease := known()) is not None and lease.is_of_caller():
                 self._acquired.remove(known)
@@ -642,7 +642,7 @@ class Lock:
         return blocks[-1]
 
     def finish_leaving(self, block: EnteredWith | None, entries: object) -> None:
-        """Leave in the background what an asynchronous exception kept from being left; None: it came before that was known."""
+        """Leave in the background the block that an asynchronous exception kept from being left; None: it came before that was known."""
         block = block or self.innermost()
         if block in self._blocks:
             self._blocks.remove(block)

@@ -60,7 +60,7 @@ class LockSet:
 
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
-        """As acquire(). The locks belong to the caller, even if another task awaits the result."""
+        """Do what acquire() does, awaited. The locks belong to the caller, even if another task awaits the result."""
         awaited = [Awaited(lock.terms.using, lock.key()) for lock in self._as_written]
         return self._aacquire(Caller(), awaited)
 
@@ -219,7 +219,7 @@ class LockSet:
 
 
 def _identity(lock: Lock) -> tuple[str, str, bool]:
-    """Return what tells locks apart, and sorts them: the name first, because two aliases may be of one server."""
+    """Return the sort key of *lock*, equal for the same lock: the name first, because two aliases may be of one server."""
     return lock.name, lock.terms.using, lock.terms.limit is not None
 
 

@@ -56,7 +56,7 @@ class LockedObject(Generic[_M]):
         return f"<LockedObject {self._lock!r}>"
 
     def _read_under(self, lease: Lease) -> None:
-        """Read the instance again, unless a block around this one has read it: what was changed there is kept."""
+        """Reload the instance, unless a block around this one has: changes made there are kept."""
         # The state of an instance tells which one it is, also through a lazy one, such as request.user.
         state = self._instance._state  # noqa: SLF001 - documented
         using = fencing.written_database(self._instance)
@@ -73,13 +73,13 @@ class LockedObject(Generic[_M]):
             lease.reads = [*lease.reads, fencing.Read(using, state, len(lease.entries))]
 
     def _end_read(self) -> None:
-        """Forget, at the end of the block that has read the instance, that it was read."""
+        """Forget the reload at the end of the block that made it, so that the next block reloads again."""
         lease = self._lock.innermost().lease
         lease.reads = [read for read in lease.reads if read.depth < len(lease.entries)]
 
 
 def locked(instance: _M, **terms: Unpack[LockTerms]) -> LockedObject[_M]:
-    """Return the lock of a saved model *instance*; ``with`` and ``async with`` read it again, and give it.
+    """Return the lock of a saved model *instance*; ``with`` and ``async with`` reload the instance and return it.
 
     The lock is called like ``lock(instance)``, "shop.account:7". A FencedModel is claimed: see Lease.claim().
     *terms* are those of lock(). ValueError if it is not saved; DoesNotExist of its model if it was deleted.

@@ -126,12 +126,14 @@ def elsewhere(name: str | Model, using: str) -> list[str]:
 
 
 def grouped(found: Iterable[Held]) -> list[Held]:
-    """Return what was found in the same order, but with all places of a lock together."""
-    lines: dict[str, list[Held]] = {}
+    """Return *found* in the same order, but with all places of a lock together."""
+    by_lock: dict[str, list[Held]] = {}
     for held in found:
-        lines.setdefault(line_of(held.key), []).append(held)
+        by_lock.setdefault(line_of(held.key), []).append(held)
     return [
-        held for line in lines.values() for held in sorted(line, key=lambda each: each.place or 0)
+        held
+        for places in by_lock.values()
+        for held in sorted(places, key=lambda each: each.place or 0)
     ]
 
 
@@ -217,7 +219,7 @@ def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, 
 
 
 def _in_time(aliases: Iterable[str], what: str, read: Read) -> tuple[list[Row], dict[str, str]]:
-    """Return what survey() does, of what *read* returns; *what* names that."""
+    """Run *read* for each alias, as survey() does; *what* tells its listings from those of other reads."""
     for key, late in _late.copy().items():
         if late.is_read.is_set() and late.age > max(KEPT, late.took):
             _late.pop(key, None)

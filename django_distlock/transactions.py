@@ -35,7 +35,7 @@ _told: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
 
 def never_atomic(view: _View) -> _View:
-    """Return *view*, for which no transaction of ATOMIC_REQUESTS is begun: it would keep SQLite's only writer from the locks."""
+    """Exempt *view* from ATOMIC_REQUESTS: its transaction would keep locks out of SQLite's file, which has one writer."""
     for database in connections:
         transaction.non_atomic_requests(database)(view)
     return view

@@ -251,7 +251,7 @@ class BaseLockBackend(ABC):
         return self._key_in(name, self.prefix())
 
     def line_of(self, request: Request) -> str:
-        """Return the key of the line in this process; where readers pass waiting writers, they have one of their own."""
+        """Return the key of the line that *request* joins here: readers that may pass waiting writers have their own."""
         is_apart = request.shared and not self.waiting.writers_first
         return f"{request.line}\0shared" if is_apart else request.line
 
@@ -337,7 +337,7 @@ class BaseLockBackend(ABC):
         return self.release(request)
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        """abandon() each request for good: some servers then refuse requests of its owner that arrive late.
+        """Release the locks of *requests* for good: some servers then refuse late requests of the same owners.
 
         Never raise: an error is returned as the outcome of its request.
         """
@@ -350,7 +350,7 @@ class BaseLockBackend(ABC):
             return error
 
     def abandon_later(self, request: Request) -> None:
-        """Release the lock for good in the background: tries until it works or the ttl has passed."""
+        """Release the lock for good in the background; try until it works or the ttl has passed."""
         self._threads.after(request, partial(self._leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
@@ -371,7 +371,7 @@ class BaseLockBackend(ABC):
     def _answered(
         self, request: Request, verb: Callable[..., Grant | Busy], wait: Wait
     ) -> Grant | Busy:
-        """Return the answer to a task: its wait for this thread counts against its timeout, but not against the lease."""
+        """Call *verb* for a task, in a thread: the ttl counts from here, without the wait for the thread."""
         start = clock.lease_time()
         answer = verb(request, left=wait.left)
         self.queue.heard(self.line_of(request), request.owner)
@@ -450,7 +450,7 @@ class Run(Protocol):
 
 
 class VerbSteps(Protocol):
-    """The verbs of a backend, as steps."""
+    """The verbs of a backend, written as steps."""
 
     def acquire(self, request: Request, *, queued: bool) -> Steps[Any, Grant | Busy]: ...
     def release(self, request: Request) -> Steps[Any, Release]: ...

@@ -52,7 +52,7 @@ class IdleStack(deque[Any]):
         return None
 
     def fresh(self) -> Iterator[Any]:
-        """Take those that were used within IDLE seconds, one by one, and close the others."""
+        """Take the connections that were used within IDLE seconds, one by one, and close the others."""
         with suppress(IndexError):
             while True:
                 connection = self.pop()

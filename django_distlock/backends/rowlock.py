@@ -188,7 +188,7 @@ class Taker(ABC):
 
 
 class OnPostgreSQL(Taker):
-    """Refuses snapshots, which are taken before the wait for the row: they lack what the last holder has committed."""
+    """A call on PostgreSQL. It refuses snapshots: taken before the wait, they lack what the last holder has committed."""
 
     def prepare(self) -> None:
         with self.connection.cursor() as cursor:
@@ -220,7 +220,7 @@ class OnPostgreSQL(Taker):
 
 
 class OnMySQL(Taker):
-    """A locking read takes no snapshot here, so only statements before the lock matter."""
+    """A call on MariaDB or MySQL. A locking read takes no snapshot here, so only statements before the lock matter."""
 
     def prepare(self) -> None:
         """Make the row, too: where none is, FOR UPDATE would lock the gap, and keep our other connection from making it."""

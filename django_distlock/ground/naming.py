@@ -67,7 +67,7 @@ def server_key(name: str, prefix: str = "", label: str = "", *, kind: str = "") 
 
 
 def key_label(made: str) -> str:
-    """Return the label for what a cache makes of a key, *made*: printable, without a space or ``|``."""
+    """Return a label for *made*, a key as a cache makes it: printable, without a space or ``|``."""
     return quote(made, safe=_IN_LABEL)
 
 

@@ -33,7 +33,7 @@ def object_name(instance: Model) -> str:
 
 
 def _stored(field: Any, value: Any) -> Any:
-    """Return the *value* of a key as it is read from every database, whatever it was given as."""
+    """Return the *value* of a key in the type in which every database returns it."""
     value = field.get_prep_value(value)
     while field.remote_field:
         field = field.target_field

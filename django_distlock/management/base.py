@@ -124,7 +124,7 @@ def duration(text: str) -> float:
 
 
 def patience(text: str) -> float | None:
-    """Return what duration() does, or None, which is no limit, for "forever"."""
+    """Return the duration() of *text*; None, which is no limit, for "forever"."""
     return None if text.strip().lower() == "forever" else duration(text)
 
 

@@ -100,7 +100,7 @@ class DatabaseBackend(BaseDatabaseBackend):
             return self._busy(request) or self._ask_again(error, 0.0, self._try, request, queued)
 
     def _take(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        """Try once; the lease counts from here, after the wait for a connection."""
+        """Try once to acquire the lock; the ttl counts from here, after the wait for a connection."""
         start = clock.lease_time()
         answer = self.dialect.try_acquire(cursor, request, queued)
         return replace(answer, start=start) if isinstance(answer, Grant) else answer

@@ -101,7 +101,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         return self._insist(schema_of_tables)
 
     def make_dialect(self, vendor: str) -> Dialect:
-        """Return what knows the SQL of this kind of server."""
+        """Return the Dialect of this kind of server."""
         raise NotImplementedError
 
     def make_pool(self, dialect: Dialect, limit: int) -> OwnConnections:

@@ -213,7 +213,7 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
 
 
 def _wait(raw: Any, work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-    """Wait as psycopg does, but no longer than *raw* is bound to."""
+    """Wait as psycopg does, but at most for the time limit of *raw*."""
     if raw.distlock_bound is not None:
         work = _bounded(work, clock.wait_time() + raw.distlock_bound)
     return raw.__class__.wait(raw, work, *args, **kwargs)

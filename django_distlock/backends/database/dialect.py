@@ -143,7 +143,7 @@ class Dialect(ABC):
         self.keep_place_sql = self.sql(_KEEP_POSITION)
 
     def expressions(self) -> dict[str, str]:
-        """Return the SQL for what statements have in braces."""
+        """Return the SQL for each name that statements have in braces."""
         return {
             "now": self.now,
             "updated": self.now,

@@ -73,7 +73,7 @@ _REFUSED = {*_OUT_OF_REACH, 1290, 1792}
 
 
 class MySQL(Dialect):
-    """One statement for each verb; a refused acquire needs a second one to find the holder."""
+    """The verbs of MariaDB and MySQL, one statement each; a refused acquire needs a second one to find the holder."""
 
     now, after, later, left = "SYSDATE(6)", _AFTER, _LATER, _LEFT
     on_release = ""
@@ -127,7 +127,7 @@ class MySQL(Dialect):
         raise Crowded
 
     def _look(self, cursor: Any, request: Request) -> Grant | Busy | None:
-        """Return the reason of a refusal; None if it is free by now, with its rows, which may have been missing."""
+        """Return why an acquire was refused; None if the lock is free by now. Make its rows if they are missing."""
         known = parameters(request)
         cursor.execute(self._look_sql, known)
         if (row := cursor.fetchone()) is None:

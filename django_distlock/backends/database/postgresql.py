@@ -258,7 +258,7 @@ def _received(raw: Any, server: Any) -> list[PGresult]:
 
 
 class PostgreSQL(Dialect):
-    """One statement and one round trip for each verb."""
+    """The verbs of PostgreSQL: one statement and one round trip each."""
 
     looks_before_retry = False
     now, after, later, left = "clock_timestamp()", _AFTER, _LATER, _LEFT

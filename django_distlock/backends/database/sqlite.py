@@ -76,7 +76,7 @@ class _Opened(sqlite3.Connection):
 
 
 class SQLite(Dialect):
-    """One statement for each verb; the file has one writer at a time, so nothing else need be locked."""
+    """The verbs of SQLite, one statement each: the file has one writer at a time, so nothing else need be locked."""
 
     parameter = ":{}"
     now, after, later, left = _NOW, _AFTER, _LATER, _LEFT

@@ -97,7 +97,7 @@ class Refused(Exception):
 
 
 class Broken(OSError):
-    """The reply is none of etcd."""
+    """The reply does not come from etcd."""
 
 
 class _Response(http.client.HTTPResponse):

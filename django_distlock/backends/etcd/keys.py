@@ -75,7 +75,7 @@ class Key(Node):
 
 
 class EtcdServer(Server[Key]):
-    """See Server."""
+    """The requests of Server to etcd."""
 
     def __init__(
         self, alias: str, options: EtcdOptions, gateway: Gateway, session: Session
@@ -239,7 +239,7 @@ class EtcdServer(Server[Key]):
         return bool(reply.body.get("succeeded")) or not reply.is_sure
 
     def _tombstone(self, node: Key) -> str:
-        """Return the key that tells that this one was given up."""
+        """Return the key that marks *node* as given up."""
         name = node.path.removeprefix(f"{self._options.namespace}/")
         return f"{self._options.namespace}/{REVOKED}/{name}"
 
@@ -305,7 +305,7 @@ _LAST = {"sort_order": "DESCEND", "sort_target": "CREATE"}
 
 
 def _own_line(node: Key) -> list[_Json]:
-    """Return the looks at the key itself, at the first one of its line, and at the last ones in its way."""
+    """Return the reads of the key itself, of the first key in its line, and of the last keys in its way."""
     until = {"max_create_revision": str(node.number)} if node.number else {}
     return [
         find({"key": encoded(node.path)}),
@@ -316,7 +316,7 @@ def _own_line(node: Key) -> list[_Json]:
 
 
 def _in_the_way(node: Key) -> dict[str, str]:
-    """Return the range of the keys that refuse it: a reader is refused by writers alone."""
+    """Return the range of the keys that refuse *node*: a reader is refused by writers alone."""
     if not node.request.shared:
         return below(node.folder)
     return {"key": encoded(f"{node.folder}/w-"), "range_end": encoded(f"{node.folder}/w.")}

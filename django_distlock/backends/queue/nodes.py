@@ -33,7 +33,7 @@ class Sleeper:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Node(Sleeper):
-    """The node of one holder or waiter: kept from before it is asked for until it is certainly gone."""
+    """The node of one holder or waiter: kept from before the request to make it until it is certainly deleted."""
 
     #: The path of its lock, below which it is.
     folder: str

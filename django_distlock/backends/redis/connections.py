@@ -247,7 +247,7 @@ class _Link:
             self._idle.close_all(_close)
 
     def _fail(self, meaning: Callable[..., Exception], error: BaseException) -> NoReturn:
-        """Raise *error*, or what it means if it is the driver's."""
+        """Raise *error*; an error of the driver becomes a lock error."""
         if isinstance(error, BROKEN):
             # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
             self._idle.close_all(_close)
@@ -375,7 +375,7 @@ class AsyncPoolLink(_Link):
 
 
 async def _in_time(seconds: float, connect: Callable[[], Awaitable[Any]]) -> None:
-    """Call *connect* within so many *seconds*; again if not the server but this event loop was late, as in a crowd."""
+    """Call *connect* within so many *seconds*; once more if this event loop was late, and not the server."""
     for again in range(ROUNDS):
         began = clock.wait_time()
         try:
@@ -389,7 +389,7 @@ async def _in_time(seconds: float, connect: Callable[[], Awaitable[Any]]) -> Non
 
 
 class PerLoop:
-    """One link that *make* makes for each event loop, closed with it."""
+    """The links of the event loops: *make* makes one for each, and it is closed with its loop."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

@@ -457,7 +457,7 @@ SCRIPTS = (ACQUIRE, ENQUEUE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, RAI
 
 
 class Call(NamedTuple):
-    """A script with what it is to work on."""
+    """A script with its keys and arguments."""
 
     script: Script
     keys: tuple[str, ...]

@@ -176,7 +176,7 @@ class Source:
 
 
 class _Credentials(CredentialProvider):
-    """A credential provider of users; what it raises is an error of logging in."""
+    """The credential provider of a project; any error of it becomes an AuthenticationError."""
 
     def __init__(self, provider: Any) -> None:
         self._provider = provider

@@ -74,7 +74,7 @@ class Keys:
 
 @lru_cache(_REMEMBERED)
 def label_of(made: object) -> str:
-    """Return the label of keys that are made as *made* is of PROBE, "" if nothing is added; ValueError if that hides the key of a lock."""
+    """Return what a cache adds to its keys, "" if nothing: *made* is its key for PROBE. ValueError if that hides the key of a lock."""
     before, _sample, after = str(made).partition(_SAMPLE)
     if not (before.endswith("{") and after.startswith("}")) or "{}" in str(made):
         msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
@@ -316,7 +316,7 @@ class RedisVerbs:
         return Call(script, keys.all, (keys.bells, request.owner, *args))
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
-        """Return for each what LOOK answers, None if it is free."""
+        """Return the answer of LOOK for each of *keys*, None for a free lock."""
         records = map(record_of, keys)
         looks = [(record, f"{record}:h", f"{record}:a") for record in records]
         some = batches(looks, min(LOOKED_AT, self._batch))

@@ -63,7 +63,7 @@ def agreed(servers: int, *, yes: int, no: int) -> bool | None:
 
 
 def longest(refusals: Sequence[Busy]) -> Busy:
-    """Return the one whose lease ends last."""
+    """Return the Busy whose lease ends last."""
     return max(refusals, key=lambda busy: busy.remaining or 0.0)
 
 

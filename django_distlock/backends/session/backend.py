@@ -116,7 +116,7 @@ class SessionBackend(BaseDatabaseBackend):
         return self._ask_on(session, verb, left, to_wait=to_wait)
 
     def interrupt(self, request: Request) -> None:
-        """End its wait, which may only be about to begin."""
+        """End the wait of this request, even if it is only about to begin."""
         with self._mutex:
             session = self._sessions.get(request.owner)
             if session is None and request.owner not in self._released:
@@ -168,7 +168,7 @@ class SessionBackend(BaseDatabaseBackend):
         return self._press(occupants.end_holding, self.server, key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say, where the server may be asked, whether it can be used: no pooler, no Galera cluster."""
+        """Return an error if the server cannot be used, such as a pooler or a Galera cluster; ask only *databases*."""
         tables = (LOCK, COUNTER) if self.supports_fencing else ()
         if databases is None:
             return [*self.check_driver(), *(self.check_installed() if tables else ())]
@@ -251,7 +251,7 @@ class SessionBackend(BaseDatabaseBackend):
         *,
         to_wait: bool = False,
     ) -> Grant | Busy:
-        """Return what *verb* answers: granted, the session holds; else it is over."""
+        """Open the session and return what *verb* answers; unless that is a Grant, close the session."""
         try:
             # Opened in here: an asynchronous exception must not leave it open.
             self._open(session, left, to_wait=to_wait)

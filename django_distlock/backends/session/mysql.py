@@ -185,7 +185,7 @@ class MySQLRows(MySQLSessions):
         return False
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        """Try to lock, each for a moment, the rows that a living session has acquired last: it has one lock at a time."""
+        """Return the locks that are held: try, for a moment each, the rows that a living session acquired last."""
         cursor.execute("SELECT id FROM information_schema.processlist")
         newest = {number: 0 for (number,) in cursor.fetchall()}
         for occupant in [one for counted in known.values() for one in counted.occupants]:

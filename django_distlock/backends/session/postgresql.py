@@ -97,7 +97,7 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
 
 def _both(statement: str) -> dict[bool, str]:
-    """Return *statement* by whether its lock is shared."""
+    """Return *statement* for an exclusive and for a shared lock, by whether it is shared."""
     return {False: statement.format(shared=""), True: statement.format(shared="_shared")}
 
 
@@ -231,11 +231,11 @@ class PostgreSQLRows(PostgreSQLSessions):
         return self.take(session, 0.0, wait)
 
     def free(self, session: DatabaseSession) -> bool:
-        """A transaction that has failed is rolled back by its commit: its locks were gone before."""
+        """Release the lock by COMMIT, which rolls a failed transaction back: that has lost its lock before."""
         return bool(session.execute("COMMIT").statusmessage == "COMMIT")
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        """Try it for a moment: what is skipped is held."""
+        """Return whether the row is locked: SKIP LOCKED then finds no row."""
         cursor.execute(f"{_SELECT} FOR UPDATE SKIP LOCKED", {"key": key})
         if cursor.fetchone() is not None:
             return False
@@ -280,7 +280,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return busy(Occupant.from_json(last))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
-        """Wait for it as the session that the server ends when it is silent; then raise the token, in the time that is left.
+        """Wait for the lock, in a session that the server ends when it is silent; then raise the token in the time left.
 
         In several statements: one alone would have the table of the tokens locked while it waits.
         """
@@ -307,7 +307,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return bool(session.execute(_FREE[session.request.shared], number).fetchone()[0])
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        """The server lists them, by halves of their numbers."""
+        """Return whether the server lists the lock, by the halves of its number."""
         number = lock_number(key) % 2**64
         cursor.execute(_IS_HELD, {"high": number >> 32, "low": number % 2**32})
         return cursor.fetchone() is not None

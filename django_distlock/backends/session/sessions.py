@@ -38,7 +38,7 @@ ENDS_WITHIN = 1.0
 
 
 class DatabaseSession:
-    """One connection, and the one lock that it holds or waits for. Made without one; the backend opens it."""
+    """A connection, and the one lock that it holds or waits for. The backend opens the connection later."""
 
     connection: Any
 
@@ -119,7 +119,7 @@ class DatabaseSession:
 
 
 class SessionServer(ABC):
-    """Its verbs are given a session, or a cursor of another connection, in autocommit."""
+    """What a server must do for sessions. Each method gets a session, or a cursor of another connection, in autocommit."""
 
     #: Of the connections beside the sessions.
     dialect_class: ClassVar[type[Dialect]]

@@ -72,7 +72,7 @@ class ZooKeeperBackend(QueueBackend):
     def _acquiring(
         self, request: Request, left: float | None, *, queued: bool
     ) -> tuple[Steps[Grant | Busy], float, float]:
-        """Return the steps of a try, and when it gives up: if the ensemble is silent, and if it answers others."""
+        """Return the steps of a try, and the times when it gives up: if the ensemble is silent, and if it answers other requests."""
         # A waiter for any place has no position in the line of one.
         queued = queued and request.limit is None
         ends, last = self._limits(request, left if queued else 0.0)
@@ -226,7 +226,7 @@ class ZooKeeperBackend(QueueBackend):
 
 
 def _again(steps: Callable[[], Steps[_T]], ends: float) -> Steps[_T]:
-    """Take *steps*, and again if the connection breaks until *ends* (wait time)."""
+    """Run *steps*; if the connection breaks, run them again, until *ends* (wait time)."""
     while True:
         try:
             return (yield from steps())

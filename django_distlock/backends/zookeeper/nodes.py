@@ -71,7 +71,7 @@ class ZooKeeperNode(Node):
 
 
 class ZooKeeperServer(Server[ZooKeeperNode]):
-    """See Server."""
+    """The requests of Server to ZooKeeper."""
 
     def __init__(self, alias: str, options: ZooKeeperOptions, session: EnsembleSession) -> None:
         super().__init__(options.root)

@@ -215,7 +215,7 @@ def _checked_before_each(database: BaseDatabaseWrapper, lease: Lease | None) -> 
 
 
 def _check(lease: Lease) -> None:
-    """Ask the server whether *lease* is still held; if it does not answer, or cannot be asked, our clock."""
+    """Raise LockLost unless *lease* is held: the server says so, or our clock if the server does not answer."""
     try:
         lease.extend()
     except (LockBackendError, NotSupported):
@@ -223,7 +223,7 @@ def _check(lease: Lease) -> None:
 
 
 def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
-    """Return what tries to hold the lock of *database*: that of the alias *using*, or one that needs no tables."""
+    """Return a function that tries to hold the lock of *database*: of the alias *using*, or one that needs no tables."""
     name = f"migrate:{database.settings_dict['NAME']}"
     if using is None and database.vendor == "sqlite":
         with database.cursor() as cursor:
@@ -241,7 +241,7 @@ def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
 
 @contextmanager
 def _file(path: str, name: str) -> Iterator[None]:
-    """Hold a lock of the operating system, which ends with the process, on the file *path*; SQLite knows how."""
+    """Hold a lock on the file *path*, which SQLite makes, and which ends with the process."""
     with ExitStack() as stack:
         try:
             file = sqlite3.connect(path, timeout=0, isolation_level=None)

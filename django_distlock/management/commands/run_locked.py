@@ -178,7 +178,7 @@ def _signals_heeded() -> AbstractContextManager[None]:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals that are passed on to the command: those that the caller ignores, as nohup does, it ignores, too."""
+    """Return the signals to pass on to the command: those that the caller ignores, as under nohup, it ignores, too."""
     return [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]
 
 
