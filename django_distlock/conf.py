@@ -107,7 +107,7 @@ def flag(value: object, what: str) -> bool:
 
 
 def checked_ttl(value: object, what: str = "ttl") -> float:
-    """Return a ttl as seconds(); at least LEAST_TTL, since the drift of clocks is subtracted from it."""
+    """Return *value*, a ttl, as seconds() does; at least LEAST_TTL, since the drift of clocks is subtracted from it."""
     ttl = seconds(value, what)
     if ttl < LEAST_TTL:
         raise ValueError(f"{what} must be at least {LEAST_TTL} seconds, not {ttl!r}.")
@@ -124,7 +124,7 @@ def checked_limit(value: object, what: str) -> int:
 
 
 def optional_seconds(value: object, what: str) -> float | None:
-    """Return a timeout as seconds(); 0 is allowed, and None means no limit.
+    """Return *value*, a timeout, as seconds() does; 0 is allowed, and None means no limit.
 
     OverflowError above ``threading.TIMEOUT_MAX``, as for the locks of ``threading``.
     """

@@ -118,7 +118,7 @@ class LockWaiter(models.Model):
 
 
 class FenceField(models.BigIntegerField):  # type: ignore[type-arg]  # generic in the stubs alone
-    """The column of a fence: what an UPDATE writes into it never lowers it, and save() leaves it as it is.
+    """The column of a fence: no UPDATE lowers it, and save() leaves it as it is.
 
     Migrations have the same field, so it protects the rows from historical models, too.
     """

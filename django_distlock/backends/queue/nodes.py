@@ -50,7 +50,7 @@ class Node(Sleeper):
 
     @property
     def may_exist(self) -> bool:
-        """Whether the server may have made it, or may yet make it."""
+        """Whether the server may have made the node, or may yet make it."""
         raise NotImplementedError
 
 
