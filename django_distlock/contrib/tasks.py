@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -46,7 +45,7 @@ except ImportError:  # Django 5.2 has them by the package django-tasks
     from django_tasks.signals import task_started  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable
 
     from django.tasks import TaskResult
 
@@ -117,14 +116,12 @@ def unique_task(
 
             @wraps(function)
             async def run(*args: Any, **kwargs: Any) -> Any:
-                async with _Message.of(unique, args, kwargs).abegun() as is_begun:
-                    return await function(*args, **kwargs) if is_begun else None
+                return await _Message.of(unique, args, kwargs).arun(function)
         else:
 
             @wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                with _Message.of(unique, args, kwargs).begun() as is_begun:
-                    return function(*args, **kwargs) if is_begun else None
+                return _Message.of(unique, args, kwargs).run(function)
 
         run.once = once  # type: ignore[attr-defined]
         made = task(**options)(run)
@@ -199,10 +196,9 @@ def _once(task: UniqueTask) -> Once:
     return once
 
 
-def _later(task: UniqueTask, wait: float) -> UniqueTask:
+def _later(task: UniqueTask, wait: float) -> Any:
     """Return *task* for a message that is due in *wait* seconds."""
-    later: Any = task.using(run_after=timezone.now() + timedelta(seconds=wait))
-    return later  # type: ignore[no-any-return]  # the stubs of django-tasks differ
+    return task.using(run_after=timezone.now() + timedelta(seconds=wait))
 
 
 def _handed_over(task: UniqueTask, lease: Lease, first: Postmark | None) -> str:
@@ -251,34 +247,29 @@ class _Message:
         if started is None or started.func is not task.func:
             started, task_id = task, ""
         text, name, first = unpacked(kwargs.pop(HEADER, ""))
-        args = args[task.takes_context :]
         # The name as it was sent: JSON may have changed the arguments that it was made of.
-        name = name or once.name_for(args, kwargs)
+        name = name or once.name_for(args[task.takes_context :], kwargs)
         lock = Lock(name, **once.terms(task_text(once.title, task_id)))
         return cls(started, lock, text, first, args, kwargs)
 
-    @contextmanager
-    def begun(self) -> Iterator[bool]:
-        """Hold in the block what the body needs; give False, and nothing, if the message is put off."""
+    def run(self, function: Callable[..., Any]) -> Any:
+        """Call *function* under its locks, or put the message off."""
         once = _once(self.task)
         with self._arrive() as held:
             if self._is_put_off(held):
-                yield False
-                return
+                return None
             with once.beside(held, self.lock):
                 once.begin(held)
-                yield True
+                return function(*self.args, **self.kwargs)
 
-    @asynccontextmanager
-    async def abegun(self) -> AsyncIterator[bool]:
+    async def arun(self, function: Callable[..., Any]) -> Any:
         once = _once(self.task)
         async with await self._aarrive() as held:
             if self.first is not None and await sync_to_async(self._is_put_off)(held):
-                yield False
-                return
+                return None
             async with once.beside(held, self.lock):
                 await once.abegin(held)
-                yield True
+                return await function(*self.args, **self.kwargs)
 
     def _arrive(self) -> Lease:
         """Return the lease in the message, or a new one."""
@@ -300,7 +291,8 @@ class _Message:
         if wait:
             task = _later(self.task, wait)
             carried = _handed_over(task, held, self.first)
-            _send_or_free(task, held, carried, self.args, self.kwargs)
+            args = self.args[task.takes_context :]
+            _send_or_free(task, held, carried, args, self.kwargs)
         return wait > 0
 
 
