@@ -227,13 +227,15 @@ class Once:
         return nullcontext() if body is None or body is lock else body
 
     def begin(self, held: Lease) -> None:
-        """Free the name, whose lease is *held*, if it is to be free while the body runs."""
+        """Free the name, whose lease is *held*, if it is to be free while the body runs; a lost one is free."""
         if self.frees_at_start:
-            held.release()
+            with suppress(LockLost):
+                held.release()
 
     async def abegin(self, held: Lease) -> None:
         if self.frees_at_start:
-            await held.arelease()
+            with suppress(LockLost):
+                await held.arelease()
 
     def note_call(self, name: str) -> None:
         """Note a call that the message which holds lock *name* serves: it is put off until *debounce* after it."""

@@ -23,6 +23,7 @@ from django_distlock import (
     LockNotAcquired,
     NotSupported,
     distributed_lock,
+    force_release,
     lock,
     locks,
     skip,
@@ -289,6 +290,18 @@ def test_what_is_sent_while_it_runs_waits_for_its_end_and_is_sent_once(task: Any
         assert in_queue.enqueue(7) is None
     assert running.result(20) == [False, True]
     assert in_queue.enqueue(7)
+
+
+@pytest.mark.parametrize("task", [once_more, aonce_more])
+def test_a_name_that_is_lost_while_a_body_waits_for_its_turn_does_not_stop_it(task: Any) -> None:
+    with held_in_thread(lock("once:7:running")):
+        task.using(backend="queue").enqueue(7)
+        [message] = queued()
+        running = start(lambda: run(message))
+        never(running.done, 0.2)
+        assert force_release("once:7")
+
+    assert running.result(20) == [False, True]
 
 
 # Those that wait for quiet.
