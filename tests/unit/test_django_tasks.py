@@ -215,7 +215,8 @@ async def aby_all_arguments(context: Any, number: int) -> bool:
 
 def run(message: Any) -> Any:
     """Do what a worker does with a message of the queue."""
-    return message.task.call(*message.args, **message.kwargs)
+    context = [None] * message.task.takes_context
+    return message.task.call(*context, *message.args, **message.kwargs)
 
 
 @pytest.mark.parametrize("task", [once, aonce])
@@ -350,14 +351,15 @@ def test_while_calls_go_on_it_begins_at_the_latest_time(task: Any) -> None:
     assert AT_MOST <= lease_time() - began < AT_MOST + 1
 
 
-def test_a_message_that_is_put_off_keeps_its_queue_and_its_lease() -> None:
-    task = quiet.using(backend="queue", queue_name="slow", priority=7)
-    task.enqueue(number=7)
-    task.enqueue(number=7)
+def test_a_message_that_is_put_off_keeps_its_arguments_its_queue_and_its_lease() -> None:
+    task = calls_itself.using(backend="queue", queue_name="slow", priority=7)
+    task.enqueue(7)
+    task.enqueue(7)
 
     assert start_next() is None
 
-    assert (queued()[-1].task.queue_name, queued()[-1].task.priority) == ("slow", 7)
+    again = queued()[-1]
+    assert (again.args, again.task.queue_name, again.task.priority) == ([7], "slow", 7)
     held = {each.name: each.remaining for each in locks["default"].held()}
     assert held["once:7"] == pytest.approx(3600, abs=5)
 
@@ -366,7 +368,7 @@ def test_what_is_called_while_it_runs_leads_to_one_more() -> None:
     calls_itself.using(backend="queue").enqueue(7)
     [message] = queued()
 
-    assert message.task.call(None, *message.args, **message.kwargs) == 1
+    assert run(message) == 1
 
     assert len(queued()) == 2
     assert seconds_until_due() == pytest.approx(QUIET, abs=0.2)
