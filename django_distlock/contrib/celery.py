@@ -100,12 +100,7 @@ def unique_task(
     *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
     by default ten times *debounce*. What is called while it runs leads to another one, as with *again*.
     """
-    terms: dict[str, Any] = {
-        "until": until,
-        "again": again,
-        "debounce": debounce,
-        "at_most": at_most,
-    }
+    terms: Any = {"until": until, "again": again, "debounce": debounce, "at_most": at_most}
     seconds = checked_lease(name, {"lease": lease, "using": using, **terms, **options})
     named = None if is_decorated(name) else name
 
