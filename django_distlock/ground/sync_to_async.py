@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from concurrent.futures import Future
-from contextvars import Context, ContextVar
+from contextvars import Context
 from functools import partial
-from types import CellType, CodeType
+from types import CellType, CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asgiref.current_thread_executor import CurrentThreadExecutor
 from asgiref.sync import AsyncToSync, SyncToAsync
 
 from .caller import Caller, current_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Task = asyncio.Task[Any]
 
-#: The code of a coroutine that awaits a call in a thread.
+#: The code of a coroutine that awaits a call in a thread, and of that thread.
 _AWAITS_CALL = SyncToAsync.__call__.__code__
-#: The code of the tasks that async_to_sync() begins; those of its constants run in an event loop of their own.
+_RUNS_CALL = SyncToAsync.thread_handler.__code__
+#: The code of the tasks that async_to_sync() begins; those of its constants run in an event loop of their own,
+#: and await the first one.
+_MAIN_WRAP = AsyncToSync.main_wrap.__code__
 _BEGUN_BY_ASGIREF = {
-    AsyncToSync.main_wrap.__code__,
+    _MAIN_WRAP,
     *(each for each in AsyncToSync.__call__.__code__.co_consts if isinstance(each, CodeType)),
 }
 #: One step of an async generator, as ``anext()`` returns it: the generator is no attribute, but its first referent.
@@ -35,25 +40,20 @@ _OF_GENERATOR = {"async_generator_asend", "async_generator_athrow", "anext_await
 #: Seconds that a busy event loop has to say what its tasks await.
 LATE = 2.0
 
-_sign: ContextVar[object] = ContextVar("distlock_sign")
-
 
 class _Running(NamedTuple):
     """The running code, and what leads to it from a coroutine that awaits it."""
 
     #: None in a thread without an event loop.
     task: Task | None
-    #: The list that asgiref makes for each call in a thread; that of an inner call stays when this is over.
+    #: What asgiref makes for each call: a list for one in a thread, an executor for the thread that waits for a task.
     call: object
-    #: What is in the context of this code, if it is a call in a thread, or of the call that waits for its task.
-    sign: object
-    #: The ident of the thread that waits in async_to_sync().
-    waiting_thread: int | None
 
     def thread_before(self, task: Task) -> int | None:
         """Return the ident of the thread that waits for *task* of this thread's event loop; None if it is a separate task."""
         if _is_begun_by_asgiref(task):
-            return self.waiting_thread
+            executor: Any = self.call if task is self.task else next(_executors_of(task), None)
+            return executor and executor._work_thread.ident  # type: ignore[no-any-return]  # noqa: SLF001
         callbacks: Any = task._callbacks or ()  # noqa: SLF001
         names = [getattr(callback, "__qualname__", "") for callback, _ in callbacks]
         is_of_run = any("run_until_complete" in name for name in names)  # uvloop's, too
@@ -69,22 +69,12 @@ class _Running(NamedTuple):
         """Return whether *task* is this code, or awaits it in a thread."""
         if task is self.task:
             return True
-        work: Any = task.get_coro()
-        while work is not None and getattr(work, "cr_code", None) is not _AWAITS_CALL:
-            work = _inside(work)
-        # Its local variables: the call's list of tasks and its context.
-        for each in gc.get_referents(work):
-            variable = each.cell_contents if isinstance(each, CellType) else each
-            if variable is self.call or (isinstance(variable, Context) and self._is_in(variable)):
+        for each in _variables(_suspended_in(task, _AWAITS_CALL)):
+            if each is self.call or (isinstance(each, Context) and self.call in _executors(each)):
                 return True
-            if isinstance(variable, list) and any(map(self.is_awaited_by, variable)):
+            if isinstance(each, list) and any(map(self.is_awaited_by, each)):
                 return True
         return False
-
-    def _is_in(self, context: Context) -> bool:
-        values = [*context.values()]
-        inside = gc.get_referents(*values)  # asgiref may keep its executor in a dict in an object
-        return any(each is self.sign for each in (*values, *inside, *gc.get_referents(*inside)))
 
 
 def waits_for_us(caller: Caller) -> bool:
@@ -93,24 +83,27 @@ def waits_for_us(caller: Caller) -> bool:
     It is if asgiref, or ``asyncio.run()``, has called this code from its task in a thread, or from its thread in
     a task. TimeoutError in a thread if the event loop is too busy to answer.
     """
-    task, call = current_task(), getattr(SyncToAsync.threadlocal, "task_context", None)
-    executor, sign = getattr(AsyncToSync.executors, "current", None), object()
+    task, (call, loop) = current_task(), _call_here()
     if task is not None and _is_begun_by_asgiref(task):
-        call = sign = executor
-    us = _Running(task, call, sign, executor and executor._work_thread.ident)  # noqa: SLF001
+        call = getattr(AsyncToSync.executors, "current", None)
+    us = _Running(task, call)
     if caller.is_gone or (call if task is None else us.thread_before(task)) is None:
         return False
     asked = caller.task or task
-    loop = asked.get_loop() if asked else SyncToAsync.threadlocal.main_event_loop
-    token = _sign.set(sign)
     try:
-        return _ask(loop, partial(us.is_awaited_by_caller, caller))
+        return _ask(asked.get_loop() if asked else loop, partial(us.is_awaited_by_caller, caller))
     except TimeoutError:
         if task is None:
             raise
         return False
-    finally:
-        _sign.reset(token)
+
+
+def _call_here() -> tuple[object, Any]:
+    """Return the list that asgiref has made for the call that this thread runs, and its event loop; or None for both."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what asgiref notes in the thread outlives the call
+    while frame is not None and frame.f_code is not _RUNS_CALL:
+        frame = frame.f_back
+    return (frame.f_locals["task_context"], frame.f_locals["loop"]) if frame else (None, None)
 
 
 def _ask(loop: asyncio.AbstractEventLoop, look: Callable[[], bool]) -> bool:
@@ -118,12 +111,44 @@ def _ask(loop: asyncio.AbstractEventLoop, look: Callable[[], bool]) -> bool:
     if (task := current_task()) is not None and task.get_loop() is loop:
         return look()
     answer = Future[bool]()
-    loop.call_soon_threadsafe(lambda: answer.set_result(look()))
+    try:
+        loop.call_soon_threadsafe(lambda: answer.set_result(look()))
+    except RuntimeError:  # it is closed
+        return False
     return answer.result(LATE)
 
 
 def _is_begun_by_asgiref(task: Task) -> bool:
     return getattr(task.get_coro(), "cr_code", None) in _BEGUN_BY_ASGIREF
+
+
+def _suspended_in(task: Task, code: CodeType) -> Any:
+    """Return the coroutine of this *code* that *task* is suspended in, or None."""
+    work: Any = task.get_coro()
+    while work is not None and getattr(work, "cr_code", None) is not code:
+        work = _inside(work)
+    return work
+
+
+def _variables(work: Any) -> Iterator[object]:
+    for each in gc.get_referents(work):
+        yield each.cell_contents if isinstance(each, CellType) else each
+
+
+def _executors_of(task: Task) -> Iterator[CurrentThreadExecutor]:
+    """Yield what runs in the thread that waits for *task*, which asgiref has begun."""
+    for each in _variables(_suspended_in(task, _MAIN_WRAP)):
+        for context in each if isinstance(each, list) else ():
+            if isinstance(context, Context):
+                yield from _executors(context)
+
+
+def _executors(context: Context) -> list[CurrentThreadExecutor]:
+    """Return the executor that asgiref keeps in *context*, perhaps in a dict in an object."""
+    values = [*context.values()]
+    inside = gc.get_referents(*values)
+    found = (*values, *inside, *gc.get_referents(*inside))
+    return [each for each in found if isinstance(each, CurrentThreadExecutor)]
 
 
 def _inside(work: Any) -> Any:

@@ -6,9 +6,10 @@ import asyncio
 import contextvars
 import gc
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -250,6 +251,24 @@ class TestOverTheBridgesOfAsgiref:
 
         assert await asyncio.to_thread(hold)
 
+    def test_a_thread_lets_in_what_is_called_deep_inside_its_task(
+        self, using: str, name: str
+    ) -> None:
+        def across(work: Callable[..., bool]) -> Callable[..., bool]:
+            return async_to_sync(sync_to_async(work, thread_sensitive=False))
+
+        with lock(name, using=using):
+            assert across(async_to_sync(_atry))(using, name)
+            assert across(across(_try))(using, name)
+
+    def test_a_new_event_loop_for_an_inner_call_hides_nothing(self, using: str, name: str) -> None:
+        def work() -> bool:
+            async_to_sync(sync_to_async(int), force_new_loop=True)()
+            return _try(using, name)
+
+        with lock(name, using=using):
+            assert async_to_sync(sync_to_async(work, thread_sensitive=False))()
+
     async def test_an_inner_call_in_the_same_thread_that_is_over_hides_nothing(
         self, using: str, name: str
     ) -> None:
@@ -365,6 +384,28 @@ class TestOverTheBridgesOfAsgiref:
 
         with lock(name, using=using):
             assert async_to_sync(main)() == (False, True)
+
+    async def test_what_a_thread_runs_after_the_call_that_the_holder_awaits_is_excluded(
+        self, using: str, name: str
+    ) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        async with lock(name, using=using):
+            beside = asyncio.create_task(asyncio.to_thread(_try, using, name))
+            await sync_to_async(time.sleep, thread_sensitive=False)(0.1)
+            assert not await beside
+
+    @pytest.mark.parametrize("is_closed", [True, False])
+    def test_a_thread_of_an_event_loop_that_has_ended_is_excluded(
+        self, using: str, name: str, is_closed: bool
+    ) -> None:
+        loop = asyncio.new_event_loop()
+        with ThreadPoolExecutor(1) as pool, closing(loop), lock(name, using=using):
+            call = sync_to_async(int, thread_sensitive=False, executor=pool)
+            loop.run_until_complete(call())
+            if is_closed:
+                loop.close()
+            context = contextvars.copy_context()
+            assert not pool.submit(context.run, _try, using, name).result()
 
     async def test_those_who_cross_exclude_each_other(self, using: str, name: str) -> None:
         inside: list[int] = []

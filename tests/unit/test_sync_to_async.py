@@ -15,17 +15,17 @@ from contextvars import Context
 from typing import Any
 
 import pytest
-from asgiref.sync import AsyncToSync, SyncToAsync, async_to_sync, sync_to_async
+from asgiref.sync import AsyncToSync, async_to_sync, sync_to_async
 
 from django_distlock import lock
-from django_distlock.ground.sync_to_async import _inside, _is_begun_by_asgiref
+from django_distlock.ground.sync_to_async import _call_here, _inside, _is_begun_by_asgiref
 
 
 async def test_a_coroutine_that_awaits_a_thread_has_the_list_of_the_call_and_its_context() -> None:
     may_end, seen = threading.Event(), list[object]()
 
     def work() -> None:
-        seen.append(SyncToAsync.threadlocal.task_context)
+        seen.extend(_call_here())
         may_end.wait(20)
 
     awaiting: Any = sync_to_async(work)()
@@ -36,6 +36,7 @@ async def test_a_coroutine_that_awaits_a_thread_has_the_list_of_the_call_and_its
     may_end.set()
     await task
 
+    assert seen[1] is asyncio.get_running_loop()
     assert any(each is seen[0] for each in referents)
     assert any(isinstance(each, Context) for each in [*referents, *cells])
 
