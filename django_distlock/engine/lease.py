@@ -29,7 +29,7 @@ from django_distlock.ground import clock
 from django_distlock.ground.caller import Caller, current_caller, forks, here, runs_foreign_tasks
 from django_distlock.ground.clock import drift
 from django_distlock.ground.naming import log_fields, printable, warn
-from django_distlock.ground.sync_to_async import waits_for_us
+from django_distlock.ground.sync_to_async import entering_caller, waits_for_us
 from django_distlock.signals import lock_detached, lock_extended, lock_lost, lock_released
 
 from . import fencing, handover
@@ -471,7 +471,7 @@ class Lease(metaclass=_Shown):
     def enter(self) -> Self:
         """Count one more entry of the same holder."""
         with self._mutex:
-            self.entries = [*self.entries, current_caller()]
+            self.entries = [*self.entries, entering_caller()]
             if begun := transactions.open_here():
                 self.began_in = weakref.WeakSet((*self.began_in, *begun))
         return self
@@ -715,8 +715,8 @@ class Lease(metaclass=_Shown):
                     self.request = replace(self.request, min_hold=self.hold_on_success)
                 self.entries = ()
                 return False
-            mine = [each for each in entries if each.is_current]
-            entries.remove((mine or entries)[-1])
+            mine = [index for index, each in enumerate(entries) if each.is_current]
+            entries.pop(mine[-1] if mine else -1)
             self.entries = entries
             if self.caller is not None:  # handed on: nobody's
                 self.caller = entries[0]

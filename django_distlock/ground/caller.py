@@ -86,9 +86,11 @@ here = _Here()
 class Caller:
     """The thread, and the asyncio task if there is one, in which this object was made."""
 
-    __slots__ = ("_hash", "_mark", "_task", "ident")
+    __slots__ = ("_hash", "_mark", "_task", "ident", "within")
 
-    def __init__(self) -> None:
+    def __init__(self, within: object = None) -> None:
+        #: What a thread does meanwhile that waits for a task, and runs this: the executor of async_to_sync().
+        self.within = within
         self._mark = weakref.ref(here.mark)
         #: The ident of its thread.
         self.ident = threading.get_ident()

@@ -49,11 +49,16 @@ class _Running(NamedTuple):
     #: What asgiref makes for each call: a list for one in a thread, an executor for the thread that waits for a task.
     call: object
 
-    def thread_before(self, task: Task) -> int | None:
-        """Return the ident of the thread that waits for *task* of this thread's event loop; None if it is a separate task."""
+    def thread_before(self, task: Task, within: object = None) -> int | None:
+        """Return the ident of the thread that waits for *task* of this thread's event loop; None if it is a separate task.
+
+        None, too, if that thread runs other code meanwhile, whose Caller has this *within*.
+        """
         if _is_begun_by_asgiref(task):
             executor: Any = self.call if task is self.task else next(_executors_of(task), None)
-            return executor and executor._work_thread.ident  # type: ignore[no-any-return]  # noqa: SLF001
+            if executor is None or executor in _with_outer(within):
+                return None
+            return executor._work_thread.ident  # type: ignore[no-any-return]  # noqa: SLF001
         callbacks: Any = task._callbacks or ()  # noqa: SLF001
         names = [getattr(callback, "__qualname__", "") for callback, _ in callbacks]
         is_of_run = any("run_until_complete" in name for name in names)  # uvloop's, too
@@ -62,7 +67,8 @@ class _Running(NamedTuple):
     def is_awaited_by_caller(self, caller: Caller) -> bool:
         if (task := caller.task) is not None:
             return self.is_awaited_by(task)
-        tasks = (each for each in asyncio.all_tasks() if self.thread_before(each) == caller.ident)
+        every, thread_before = asyncio.all_tasks(), self.thread_before
+        tasks = (each for each in every if thread_before(each, caller.within) == caller.ident)
         return any(map(self.is_awaited_by, tasks))
 
     def is_awaited_by(self, task: Task) -> bool:
@@ -96,6 +102,17 @@ def waits_for_us(caller: Caller) -> bool:
         if task is None:
             raise
         return False
+
+
+def entering_caller() -> Caller:
+    """Return the running caller, which enters a lock again."""
+    return Caller(getattr(AsyncToSync.executors, "current", None))
+
+
+def _with_outer(executor: Any) -> Iterator[object]:
+    while executor is not None:
+        yield executor
+        executor = executor._old_executor  # noqa: SLF001
 
 
 def _call_here() -> tuple[object, Any]:

@@ -385,6 +385,27 @@ class TestOverTheBridgesOfAsgiref:
         with lock(name, using=using):
             assert async_to_sync(main)() == (False, True)
 
+    def test_a_thread_that_runs_other_code_while_it_waits_lets_nobody_in(
+        self, using: str, name: str
+    ) -> None:
+        inside, may_leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with lock(name, using=using, timeout=0):
+                inside.set()
+                may_leave.wait(20)
+
+        async def main() -> list[bool]:
+            beside = asyncio.create_task(sync_to_async(stay)())
+            await asyncio.to_thread(inside.wait, 20)
+            entered = await _atry(using, name)
+            may_leave.set()
+            await beside
+            return [entered, await _atry(using, name)]
+
+        with lock(name, using=using):
+            assert async_to_sync(main)() == [False, True]
+
     async def test_what_a_thread_runs_after_the_call_that_the_holder_awaits_is_excluded(
         self, using: str, name: str
     ) -> None:
