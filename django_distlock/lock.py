@@ -326,8 +326,10 @@ class Lock:
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
         """Return what acquire() does, awaited. The lock belongs to the caller, even if another task awaits the result."""
-        awaited = Awaited(self.terms.using, self.key())
-        return self._aacquire(blocking, timeout, unknown, Caller(), awaited)
+        awaited = Awaited(self.key())
+        work = self._aacquire(blocking, timeout, unknown, Caller(), awaited)
+        awaited.note(self.terms.using, work)
+        return work
 
     async def _aacquire(
         self,

@@ -61,8 +61,11 @@ class LockSet:
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
         """Do what acquire() does, awaited. The locks belong to the caller, even if another task awaits the result."""
-        awaited = [Awaited(lock.terms.using, lock.key()) for lock in self._as_written]
-        return self._aacquire(Caller(), awaited)
+        awaited = [Awaited(lock.key()) for lock in self._as_written]
+        work = self._aacquire(Caller(), awaited)
+        for lock, each in zip(self._as_written, awaited, strict=True):
+            each.note(lock.terms.using, work)
+        return work
 
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:

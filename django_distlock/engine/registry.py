@@ -6,9 +6,10 @@ import contextlib
 import gc
 import threading
 import time
+import weakref
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.ground import clock
 from django_distlock.ground.caller import forks
@@ -21,8 +22,7 @@ from .background import SHORT, Alarm, background
 from .steps import settled
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 
     from django_distlock.backends.base import BaseLockBackend
     from django_distlock.engine.lease import Lease
@@ -261,11 +261,20 @@ _held_here: ContextVar[tuple[_Level, ...]] = ContextVar("distlock_held_here", de
 class Awaited:
     """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
 
-    def __init__(self, using: str, key: str) -> None:
+    def __init__(self, key: str) -> None:
         self.is_over = False
         self.known: Known | None = None
         self.key = key
-        note_held_here(using, key, self)
+        self._work: Callable[[], object] = lambda: None
+
+    def note(self, using: str, work: Coroutine[Any, Any, Any]) -> None:
+        """Make it known to re-entry, until *work*, which brings the lease, is over, or was dropped before it began."""
+        self._work = weakref.ref(work)
+        note_held_here(using, self.key, self)
+
+    @property
+    def may_come(self) -> bool:
+        return not self.is_over and self._work() is not None
 
     def __call__(self) -> Lease | None:
         return self.known() if self.known else None
@@ -318,6 +327,6 @@ def _still_held(known: Iterable[Known]) -> tuple[Known, ...]:
         if lease is not None:
             if not lease.has_ended:
                 kept[id(lease)] = lease.ref
-        elif isinstance(each, Awaited) and not each.is_over:
+        elif isinstance(each, Awaited) and each.may_come:
             kept[id(each)] = each
     return tuple(kept.values())

@@ -17,7 +17,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
 from django_distlock import Lease, LockDeadlock, LockLost, current_lease, lock, lock_all
-from django_distlock.engine.registry import registry
+from django_distlock.engine.registry import _held_here, registry
 from django_distlock.ground import sync_to_async as bridges
 from tests.fixtures.eventually import aeventually, never
 
@@ -81,6 +81,19 @@ async def test_a_task_enters_again_whoever_awaited_the_lease_for_it(
     assert kept
     assert lease
     await lease.arelease()
+
+
+async def test_calls_that_were_dropped_before_they_began_leave_nothing(
+    using: str, name: str
+) -> None:
+    both = lock_all(f"{name}:b", f"{name}:a", using=using)
+    for _ in range(9):
+        for call in (lock(name, using=using).aacquire, both.aacquire):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(call(), 0)
+
+    levels = contextvars.copy_context()[_held_here]
+    assert sum(len(known) for level in levels for known in level.values()) < 9
 
 
 async def test_a_task_enters_each_of_several_again(using: str, name: str) -> None:
