@@ -853,7 +853,7 @@ class Lease(metaclass=_Shown):
     def disown(self) -> None:
         """Become inert in a forked child. No mutex: its owner may be a thread that is not here."""
         self._mutex = threading.RLock()
-        self._state = State.INHERITED
+        self._state, self.in_line_as = State.INHERITED, None
 
     def __del__(self) -> None:
         """Release it: nothing refers to it, and the thread or task that acquired it has ended."""

@@ -161,7 +161,7 @@ def fork_inside(name: str, *, by_c: bool, **terms: Any) -> bool:
                 check=_outcome_of(lease.check),
                 extend=_outcome_of(lease.extend),
                 release=_outcome_of(lease.release),
-                taken=lock(name, **{**terms, "timeout": 0}).acquire() is not None,
+                taken=lock(name, **{**terms, "timeout": 0.2}).acquire() is not None,
                 renewed=is_fragile or _is_renewed(f"{name}:own", **terms),
             )
             atexit._run_exitfuncs()
