@@ -722,11 +722,12 @@ def try_lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Tr
 def current_lease(name: str | Model | None = None) -> Lease | None:
     """Return the lease that the running thread or task holds: the last that it acquired, or that of *name*.
 
-    A decorated function gets its lease from it. None if nothing is held.
+    A decorated function gets its lease from it. None if nothing is held. LockDeadlock in a thread of
+    ``sync_to_async()`` if the event loop of the holder does not say whether the holder waits for it.
     """
     wanted = None if name is None else checked_name(name)
     for lease in reversed(all_held_here()):
-        if lease.is_mine() and (wanted is None or _is_called(lease, wanted)):
+        if (wanted is None or _is_called(lease, wanted)) and lease.is_mine():
             return lease
     return None
 
