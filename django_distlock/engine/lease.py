@@ -469,8 +469,10 @@ class Lease(metaclass=_Shown):
         return True
 
     def enter(self) -> Self:
-        """Count one more entry of the same holder."""
+        """Count one more entry of the same holder; LockNotHeld if that has just left, as a task that was cancelled does."""
         with self._mutex:
+            if not self.entries:
+                raise self._not_held()
             self.entries = [*self.entries, entering_caller()]
             if begun := transactions.open_here():
                 self.began_in = weakref.WeakSet((*self.began_in, *begun))

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
-from django_distlock import Lease, LockDeadlock, LockLost, current_lease, lock, lock_all
+from django_distlock import (
+    Lease,
+    LockDeadlock,
+    LockLost,
+    LockNotHeld,
+    current_lease,
+    lock,
+    lock_all,
+)
 from django_distlock.engine.registry import _held_here, registry
 from django_distlock.ground import sync_to_async as bridges
 from tests.fixtures.eventually import aeventually, never
@@ -440,6 +448,37 @@ class TestOverTheBridgesOfAsgiref:
                 loop.close()
             context = contextvars.copy_context()
             assert not pool.submit(context.run, _try, using, name).result()
+
+    async def test_a_holder_that_leaves_while_its_thread_asks_lets_it_in_no_more(
+        self, using: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ask, has_asked, has_left = bridges._ask, threading.Event(), threading.Event()
+
+        def ask_slowly(*question: Any) -> bool:
+            answer = ask(*question)
+            has_asked.set()
+            has_left.wait(20)
+            return answer
+
+        def work() -> None:
+            try:
+                entered.set_result(lock(name, using=using).acquire())
+            except LockNotHeld:
+                entered.set_result(None)
+
+        async def hold() -> None:
+            async with lock(name, using=using):
+                await sync_to_async(work, thread_sensitive=False)()
+
+        entered: Future[Lease | None] = Future()
+        monkeypatch.setattr(bridges, "_ask", ask_slowly)
+        task = asyncio.create_task(hold())
+        await asyncio.to_thread(has_asked.wait, 20)
+        task.cancel()
+        await asyncio.wait([task], timeout=20)
+        has_left.set()
+
+        assert not await asyncio.wrap_future(entered)
 
     async def test_those_who_cross_exclude_each_other(self, using: str, name: str) -> None:
         inside: list[int] = []
