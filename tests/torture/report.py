@@ -54,7 +54,7 @@ tools/check-history histories/*/*.jsonl.gz
 
 This second checker needs Python and nothing else: no server, and not this package.
 It was written from the description of the format (`tests/torture/README.md` in the repository) alone, without the code of the first one, and looks at the intervals in which holders were sure, at the order of tokens and at each value of the claimed rows.
-Twenty mistakes are planted in a recorded history, and it must find each of them: a release that does not compare the owner, a lease that is renewed after its loss, a deadline that counts from the reply, a token that falls, a value that is written twice.
+Twenty-seven mistakes are planted in a recorded history, and it must find each of them: a release that does not compare the owner, a lease that is renewed after its loss, a deadline that counts from the reply, a token that falls, a value that is written twice.
 """
 RESULTS = (
     "Backend",

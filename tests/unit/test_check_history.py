@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +184,48 @@ def no_answer(plant: Plant) -> None:
     plant.events.remove(refused)
 
 
+def process_that_vanishes(plant: Plant) -> None:
+    ended = next(event for event in plant.events if event["kind"] == "ended")
+    plant.events.remove(ended)
+
+
+def cut_off(plant: Plant) -> None:
+    plant.events = [event for event in plant.events if event["at"] < plant.calm]
+
+
+def uncounted_rows(plant: Plant) -> None:
+    plant.events = [event for event in plant.events if event["kind"] != "row"]
+
+
+def no_token(plant: Plant) -> None:
+    one, _ = plant.pair(READERS, shared=(True, False))
+    plant.event(one, "got")["token"] = None
+
+
+def no_place(plant: Plant) -> None:
+    one, _ = plant.pair(FEW)
+    plant.event(one, "got")["place"] = None
+
+
+def beyond_the_limit_without_a_check(plant: Plant) -> None:
+    one, _ = plant.pair(FEW)
+    limit_plus_one(plant)
+    plant.events = [
+        event for event in plant.events if event["kind"] != "checked" or event["id"] != one.id
+    ]
+
+
+def loss_without_a_cause_after_a_wait(plant: Plant) -> None:
+    one, _ = plant.pair(HOT)
+    loss_without_a_cause(plant)
+    plant.event(one, "asked")["at"] -= 1.5
+
+
+def lost_behind(plant: Plant, at: float) -> None:
+    plant.fault("server's clock is set back", "X", at)
+    plant.fault("eviction, `FLUSHALL`", "F", at)
+
+
 PLANTED: dict[Callable[[Plant], None], str] = {
     no_owner_compare: "exclusion",
     clock_of_the_reply: "exclusion",
@@ -203,6 +247,13 @@ PLANTED: dict[Callable[[Plant], None], str] = {
     granted_by_a_server_that_hangs: "hang",
     held_for_ever: "stuck",
     no_answer: "life",
+    process_that_vanishes: "life",
+    cut_off: "incomplete",
+    uncounted_rows: "incomplete",
+    no_token: "no token",
+    no_place: "limit",
+    beyond_the_limit_without_a_check: "limit",
+    loss_without_a_cause_after_a_wait: "loss",
 }
 
 
@@ -229,11 +280,72 @@ def test_two_holders_are_allowed_after_a_forced_release() -> None:
     assert rules(plant.events) == set()
 
 
+def test_a_token_may_come_again_after_the_server_has_lost_its_data_behind_its_clock() -> None:
+    plant = Plant()
+    one, two = plant.pair(READERS, shared=(True, True))
+    plant.event(two, "got")["token"] = one.token
+
+    assert "token reused" in rules(plant.events)
+
+    lost_behind(plant, one.got)
+
+    assert rules(plant.events) == set()
+
+
+def test_a_token_that_may_fall_hides_no_later_fall() -> None:
+    plant = Plant()
+    readers = sorted(
+        (hold for hold in plant.holds if hold.lock == READERS and hold.shared),
+        key=lambda hold: hold.asked,
+    )
+    former, last = readers[0], readers[-1]
+    plant.event(former, "got")["token"] = last.token + 100
+    lost_behind(plant, former.got + 1e-6)
+
+    assert rules(plant.events) == set()
+
+    plant.event(last, "got")["token"] = former.token + 1
+
+    assert rules(plant.events) == {"token falls"}
+
+
+def test_a_lost_reply_ends_the_lease_of_a_session() -> None:
+    plant = Plant()
+    one, _ = plant.pair(HOT)
+
+    loss_without_a_cause(plant)
+    plant.fault("reply lost", "F", one.got)
+
+    assert rules(plant.events) == set()
+
+
 def test_a_plain_file_is_read_as_a_compressed_one(tmp_path: Any) -> None:
     file = tmp_path / "history.jsonl"
     file.write_text("".join(f"{json.dumps(event)}\n" for event in RECORDED))
 
     assert checker.read(file) == RECORDED
+
+
+def test_runs_add_up_by_backend_and_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upgrade = deepcopy(RECORDED)
+    began = next(event for event in upgrade if event["kind"] == "began")
+    began["version"] = "1.0.0rc1"
+    file = tmp_path / "upgrade.jsonl"
+    file.write_text(
+        "".join(f"{json.dumps(event)}\n" for event in upgrade if event["kind"] != "calm")
+    )
+    files = [str(EXAMPLE), str(EXAMPLE), str(file)]
+    monkeypatch.setattr(sys, "argv", ["check-history", "--table", *files])
+
+    status = checker.main()
+
+    said = capsys.readouterr().out
+    assert status == 1
+    assert "| redis | 1.0.0rc2 | none | 2 | 1.2 | 674 | 10 |" in said
+    assert "| redis | 1.0.0rc1 and 1.0.0rc2 | incomplete 1 | 1 |" in said
+    assert f"{file}: " in said
 
 
 def test_each_kind_of_event_and_its_fields_are_described() -> None:
