@@ -65,7 +65,7 @@ model: ## search a model of the lease and the fence completely with Spin, in two
 see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see its tests fail (ONLY="words of its name")
 	$(BIN)/python -m tests.protections $(if $(ONLY),"$(ONLY)")
 
-mutants: $(VENV)/.installed-dev ## change the pure core in small ways, and see its tests fail (ONLY="django_distlock.engine.naming*")
+mutants: $(VENV)/.installed-dev ## change the pure core in small ways, and see its tests fail (ONLY="django_distlock.ground.naming*")
 	$(BIN)/mutmut run $(if $(ONLY),"$(ONLY)")
 	$(BIN)/mutmut results
 
