@@ -136,6 +136,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     chosen = [each for each in VARIATIONS if arguments.only in each.name]
+    if not chosen:
+        parser.error(f"no variation has {arguments.only!r} in its name")
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = arguments.folder or Path(temporary)
         searches = (
