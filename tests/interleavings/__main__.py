@@ -29,7 +29,7 @@ SERVERS = ("postgres", "mariadb", "sqlite")
 
 
 def main() -> int:
-    """Return 1 if a schedule breaks a promise, or a planted mistake is not found."""
+    """Return 1 if a schedule breaks a promise, or a planted mistake is not found; 130 after Ctrl-C."""
     arguments = _arguments()
     # Before Django reads its settings.
     os.environ |= {
@@ -41,7 +41,10 @@ def main() -> int:
     import django
 
     django.setup()
-    return max(_run(name, arguments) for name in arguments.server or SERVERS)
+    try:
+        return max(_run(name, arguments) for name in arguments.server or SERVERS)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,8 +54,8 @@ def _arguments() -> argparse.Namespace:
     add("--seeds", type=int, default=1000, help="how many schedules (default: 1000)")
     add("--from", type=int, default=0, dest="first", help="the first seed")
     add("--orders", type=int, help="all orders of small plans with so many preemptions instead")
-    add("--replay", type=int, help="show the steps of the schedule of this seed")
-    add("--faults", nargs="*", help="find planted mistakes: all, or those with these words")
+    add("--replay", help="show the steps of one schedule, by its seed or what --orders has printed")
+    add("--faults", nargs="*", help="find planted mistakes, those with these words")
     return parser.parse_args()
 
 
@@ -66,7 +69,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
             return _find_faults(server, arguments.faults)
         if arguments.replay is not None:
             outcome = replay(server, arguments.replay)
-            _console.print("\n".join(outcome.steps))
+            _console.print("\n".join([str(outcome.plan), *outcome.steps]))
             if outcome.broken is not None:
                 _console.print("".join(traceback.format_exception(outcome.broken)))
             return outcome.broken is not None
@@ -102,8 +105,8 @@ def _server(name: str, stack: ExitStack) -> Database:
 
 def _show(name: str, totals: Totals, told: int) -> None:
     """Print what was found since so many were *told*, and each thousand schedules how many these were."""
-    for what in [*totals.found][told:]:
-        _console.print(f"{name}, {what}: {totals.found[what].broken!r}")
+    for what, outcome in [*totals.found.items()][told:]:
+        _console.print(f"--server {name} --replay {what} ({outcome.plan}): {outcome.broken!r}")
     if totals.schedules % 1000 == 0:
         _console.print(f"{name}: {totals}")
 
@@ -113,10 +116,13 @@ def _find_faults(server: Database, words: list[str]) -> int:
     from .search import order_that_shows
 
     missed = 0
-    chosen = [each for each in FAULTS if server.name in each.servers]
+    chosen = [
+        each
+        for each in FAULTS
+        if server.name in each.servers and all(word in each.name for word in words)
+    ]
+    _console.print(f"{server.name}: {len(chosen)} mistakes")
     for fault in chosen:
-        if words and not any(word in fault.name for word in words):
-            continue
         number, what = order_that_shows(server, fault)
         missed += not number
         found = f"found by order {number}" if number else "NOT found"

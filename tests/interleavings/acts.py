@@ -66,7 +66,7 @@ class Player(Session):
         #: Whether it is getting its place in the queue, and the step at which it had that.
         self.is_enqueuing = False
         self.place_since = 0
-        options = {"using": server.alias, "listen": server.calls, "io_timeout": 5.0}
+        options = {"using": server.alias, "listen": server.calls, "io_timeout": 60.0}
         self.backend: Any = DatabaseBackend(BackendSettings(server.alias, options=options))
         self.ears = Ears()
         if server.calls:

@@ -230,28 +230,16 @@ FAULTS = (
     Fault(
         "a token that is issued twice",
         _TWO,
-        ("postgres",),
+        ALL,
         (
             (
                 f"greatest(l.fencing_token + 1, coalesce((SELECT value FROM counter), 0) + 1, {postgresql.MICROSECONDS})",
                 "l.fencing_token",
             ),
-        ),
-    ),
-    Fault(
-        "a token that is issued twice",
-        _TWO,
-        ("mariadb",),
-        (
             (f"GREATEST(c.value + 1, {mysql.MICROSECONDS})", "c.value"),
             (f"GREATEST(l.fencing_token + 1, {mysql.MICROSECONDS})", "l.fencing_token"),
+            ("max(fencing_token + 1, excluded.fencing_token)", "fencing_token"),
         ),
-    ),
-    Fault(
-        "a token that is issued twice",
-        _TWO,
-        ("sqlite",),
-        (("max(fencing_token + 1, excluded.fencing_token)", "fencing_token"),),
     ),
     Fault(
         "guard() that locks nothing",

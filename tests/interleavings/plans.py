@@ -75,6 +75,17 @@ def plan_of(seed: int, *, waits: bool) -> Plan:
     return Plan(tuple(scripts), chance.choice(LEVELS), chance.random() < 1 / 2)
 
 
+def small_plans(*, waits: bool) -> list[Plan]:
+    """Return the plans of which all orders are tried; *waits*: see plan_of()."""
+    return [
+        Plan(scripts, level, is_old)
+        for level in LEVELS
+        for scripts in SMALL
+        if waits or "fee" not in scripts
+        for is_old in (False, True)
+    ]
+
+
 class Chooser(Protocol):
     """Decides who goes on."""
 
@@ -110,7 +121,7 @@ class Path:
     options: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"order {''.join(map(str, self.taken))}"
+        return "".join(map(str, self.taken))
 
     def choose(self, ready: Sequence[Player], last: Player | None) -> Player:
         first = [last] if last is not None and last in ready else []

@@ -6,22 +6,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .plans import LEVELS, SMALL, Path, Plan, Walk, plan_of
+from .plans import LEVELS, MOST_PREEMPTIONS, Path, Plan, Walk, plan_of, small_plans
 from .stage import Outcome, Stage, staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .faults import Fault
+    from .plans import Chooser
     from .servers import Database
-
-#: The most preemptions with which a planted mistake is looked for, and one more.
-MOST_PREEMPTIONS = 4
 
 
 @dataclass
 class Totals:
-    """What many schedules have shown. *found*: by plan and order, what was broken, and its steps."""
+    """What many schedules have shown. *found*: what was broken, by what replay() takes."""
 
     schedules: int = 0
     steps: int = 0
@@ -52,33 +50,34 @@ def walk(server: Database, seeds: range) -> Iterator[Totals]:
         mine = [(seed, plan) for seed, plan in plans if plan.level == level]
         with staged(server, level) as stage:
             for seed, plan in mine:
-                totals.add(f"seed {seed}: {plan}", stage.run(plan, Walk(seed)))
+                totals.add(str(seed), stage.run(plan, Walk(seed)))
                 yield totals
 
 
 def all_orders(server: Database, bound: int) -> Iterator[Totals]:
     """Run the small plans in all orders with at most *bound* preemptions; give the totals after each schedule."""
     totals = Totals()
-    for level in LEVELS:
-        with staged(server, level) as stage:
-            for scripts in SMALL:
-                if "fee" in scripts and not server.waits:
-                    continue
-                for is_old in (False, True):
-                    plan = Plan(scripts, level, is_old)
-                    for path, outcome in _orders(stage, plan, bound):
-                        totals.add(f"{path}: {plan}", outcome)
-                        yield totals
+    for number, plan in enumerate(small_plans(waits=server.waits)):
+        with staged(server, plan.level) as stage:
+            for path, outcome in _orders(stage, plan, bound):
+                totals.add(f"{number}:{path}", outcome)
+                yield totals
 
 
-def replay(server: Database, seed: int) -> Outcome:
-    plan = plan_of(seed, waits=server.waits)
+def replay(server: Database, what: str) -> Outcome:
+    """Run one schedule again: "17" is that of a seed, "3:0102" an order of the small plan 3."""
+    number, _, taken = what.partition(":")
+    if taken:
+        plan = small_plans(waits=server.waits)[int(number)]
+        chooser: Chooser = Path(len(taken), [*map(int, taken)])
+    else:
+        plan, chooser = plan_of(int(number), waits=server.waits), Walk(int(number))
     with staged(server, plan.level) as stage:
-        return stage.run(plan, Walk(seed))
+        return stage.run(plan, chooser)
 
 
 def order_that_shows(server: Database, fault: Fault) -> tuple[int, str]:
-    """Plant *fault*, and try all orders of its plan, with no preemption, with one, and with more.
+    """Plant *fault*, and try all orders of its plan, with no preemption, with one, two and three.
 
     Return how many were tried until one shows it, 0 if none does, and what was seen.
     """
@@ -88,7 +87,7 @@ def order_that_shows(server: Database, fault: Fault) -> tuple[int, str]:
             for path, outcome in _orders(stage, fault.plan, bound):
                 tried += 1
                 if outcome.broken is not None:
-                    return tried, f"{path}: {outcome.broken}"
+                    return tried, f"order {path}: {outcome.broken}"
     return 0, ""
 
 

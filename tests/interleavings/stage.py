@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 #: How many sessions a plan can have.
 SESSIONS = 3
-#: Seconds: between two looks whether a session waits on the server, and until its limit there has ended the wait.
-LOOK, LOCK_TIMEOUT = 0.002, 3.0
+#: Seconds between two looks whether a session waits on the server.
+LOOK = 0.002
 
 
 @dataclass
 class Outcome:
     """What a schedule has shown: the promise that was broken, the steps, and how often each promise was checked."""
 
+    plan: Plan
     broken: BaseException | None = None
     steps: list[str] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
@@ -63,7 +64,7 @@ class Stage:
 
     def run(self, plan: Plan, chooser: Chooser) -> Outcome:
         """Play *plan* to its end, or to the first broken promise."""
-        outcome = Outcome()
+        outcome = Outcome(plan)
         key = self._players[0].backend.key_of(LOCK_NAME)
         self._server.reset(key, is_old=plan.is_old)
         self._server.called()
@@ -83,10 +84,12 @@ class Stage:
         return outcome
 
     def _close_players(self) -> None:
+        # All at once, as one may wait on the server for another.
         for player in self._players:
-            if player.state != ENDED:
-                player.give_up()
+            player.give_up()
         for player in self._players:
+            has_ended = player.state == ENDED or player.stands_within(LONGEST)
+            assert has_ended, f"session {player.number} does not end"
             player.close()
 
     def _make_players(self) -> None:
@@ -166,9 +169,11 @@ class Stage:
     def _await_time_out(self, players: list[Player]) -> None:
         """Nobody can go on: return when a wait on the server has reached its limit."""
         waiting = [each for each in players if each.state == RUNNING]
-        if not any(each.stands_within(LOCK_TIMEOUT) for each in waiting):
-            stuck = ", ".join(f"{each.number} {each.state}" for each in players)
-            raise Broken(f"somebody can go on: {stuck}, the row is {self._promises.seen[-1]}")
+        until = monotonic() + LONGEST
+        while not any(each.stands_within(LOOK) for each in waiting):
+            if not waiting or monotonic() > until:
+                stuck = ", ".join(f"{each.number} {each.state}" for each in players)
+                raise Broken(f"somebody can go on: {stuck}, the row is {self._promises.seen[-1]}")
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
 
 from .faults import FAULTS, Fault
-from .search import order_that_shows, replay, walk
+from .search import all_orders, order_that_shows, replay, walk
 from .servers import Database, OnMariaDB, OnPostgreSQL, OnSQLite
 
 if TYPE_CHECKING:
@@ -54,10 +54,21 @@ def test_no_order_of_statements_breaks_a_promise(server: Database) -> None:
 
 
 def test_a_seed_makes_the_same_steps_again(server: Database) -> None:
-    first, again = replay(server, 7), replay(server, 7)
+    first, again = replay(server, "7"), replay(server, "7")
 
     assert len(first.steps) > 10
     assert again.steps == first.steps
+
+
+def test_an_order_that_breaks_a_promise_is_made_again(server: Database) -> None:
+    fault = next(each for each in FAULTS if each.name == "a token that is issued twice")
+    with fault.planted():
+        with closing(all_orders(server, 0)) as runs:
+            [(what, found)] = next(totals for totals in runs if totals.found).found.items()
+        again = replay(server, what)
+
+    assert again.broken is not None
+    assert again.steps == found.steps
 
 
 @pytest.mark.parametrize(
