@@ -10,7 +10,7 @@ from .plans import LEVELS, MOST_PREEMPTIONS, Path, Plan, Walk, plan_of, small_pl
 from .stage import Outcome, Stage, staged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from .faults import Fault
     from .plans import Chooser
@@ -54,7 +54,7 @@ def walk(server: Database, seeds: range) -> Iterator[Totals]:
                 yield totals
 
 
-def all_orders(server: Database, bound: int) -> Iterator[Totals]:
+def all_orders(server: Database, bound: int) -> Generator[Totals, None, None]:
     """Run the small plans in all orders with at most *bound* preemptions; give the totals after each schedule."""
     totals = Totals()
     for number, plan in enumerate(small_plans(waits=server.waits)):
