@@ -50,6 +50,7 @@ from django_distlock.handler import make_backend
 from tests.contract.crew import start
 from tests.contract.profiles import PATIENT_REDLOCK as PATIENT
 from tests.fixtures.certificate import tls_server
+from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
@@ -328,12 +329,15 @@ def test_a_vote_whose_way_back_is_cut_is_given_back_later(
         proxies = [stack.enter_context(Proxy(server.port)) for server in servers]
         backend = make([_url(proxy) for proxy in proxies], **PATIENT)
         _warm_up(backend, name)
+        _take(backend, f"{name}-before")  # so that each server knows the script
+        _all_voted(servers, f"{name}-before")
         way = backend._servers._connections[0]
         for proxy in proxies[2:]:
             proxy.hold()
         received = proxies[0].bytes_received
         if not is_heard:
             proxies[0].drop_reply()
+            proxies[0].aim_at(free_port())  # a new connection would give the vote back at once
         answer = pool.submit(backend.try_acquire, _request(backend, name), queued=False)
         eventually(lambda: _voters(servers[:2], name) == 2)
         if is_heard:
@@ -346,6 +350,7 @@ def test_a_vote_whose_way_back_is_cut_is_given_back_later(
             proxy.pass_through()
         assert isinstance(answer.result(10), Busy)
         assert _voters(servers[:1], name) == 1
+        proxies[0].aim_at(servers[0].port)
         proxies[0].pass_through()
 
         eventually(lambda: _voters(servers[:2], name) == 0, what="the vote is given back")
