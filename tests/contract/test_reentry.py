@@ -24,6 +24,7 @@ from django_distlock import (
     current_lease,
     lock,
     lock_all,
+    locks,
 )
 from django_distlock.engine.registry import _held_here, registry
 from django_distlock.ground import sync_to_async as bridges
@@ -102,7 +103,10 @@ async def test_calls_that_were_dropped_before_they_began_leave_nothing(
         gc.collect()  # asyncio leaves some in cycles
 
     levels = contextvars.copy_context()[_held_here]
-    assert sum(len(known) for level in levels for known in level.values()) < 9
+    # Other tests of this process have left notes that are not merged yet.
+    ours = {locks[using].key_of(f"{name}{end}") for end in ("", ":a", ":b")}
+    left = [known for level in levels for (_, key), known in level.items() if key in ours]
+    assert sum(map(len, left)) < 9
 
 
 async def test_a_task_enters_each_of_several_again(using: str, name: str) -> None:
