@@ -155,7 +155,7 @@ def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
 
 
 class Listing:
-    """What *read* returns for *alias*, read by a thread of its own; *held* grows meanwhile.
+    """The locks of *alias* that *read* returns. A thread of its own reads them into *held*, which grows meanwhile.
 
     *before*: an earlier complete listing, to be shown until this one is complete.
     """

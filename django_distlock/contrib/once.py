@@ -305,7 +305,7 @@ def _as_text(value: object) -> str:
 
 
 class Carried(NamedTuple):
-    """What a message carries: the text of a lease and the name of its lock, each maybe empty.
+    """The content of a message's header: the text of a lease and the name of its lock, each maybe empty.
 
     *first*: when the first call of a task with debounce was made; None for a message that is not put off.
     """

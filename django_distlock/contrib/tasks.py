@@ -224,7 +224,7 @@ def _send_or_free(
 
 @dataclass(frozen=True)
 class _Message:
-    """What a worker runs, or a call in place: its lock, and the lease and the first call that it brought, if any."""
+    """One call of a unique task, by a worker or in place: its lock, its arguments, and the lease and first call that were sent with it, if any."""
 
     task: UniqueTask
     lock: Lock

@@ -19,8 +19,6 @@ from tests.integration import celery_tasks
 from tests.integration.celery_tasks import SHORT, TTL, Diary, Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
 COPIES = 40
@@ -48,15 +46,6 @@ def worker(start_workers: StartWorkers) -> CeleryWorker:
 @pytest.fixture
 def account() -> int:
     return open_account("charged by Celery", Decimal("100000.00")).pk
-
-
-@pytest.fixture
-def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
-    diary = Diary(f"{request.node.name}:{os.getpid()}")
-    yield diary
-    # A test that failed must not keep the worker busy.
-    diary.let_go(9)
-    diary.close()
 
 
 def send_copies(task: Any, worker: CeleryWorker, account: int) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.fixtures.calls import Calls
-from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
+    from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
 TASKS = f"{tasks.__name__},{unique_tasks.__name__}"
 A_SECOND = 40
@@ -45,15 +43,6 @@ pytestmark = [
 def worker(start_workers: StartWorkers) -> CeleryWorker:
     """One with two processes, which tests leave as it is."""
     return start_workers(include=TASKS)[0]
-
-
-@pytest.fixture
-def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
-    diary = Diary(f"{request.node.name}:{os.getpid()}")
-    yield diary
-    # A test that failed must not keep the worker busy.
-    diary.let_go(9)
-    diary.close()
 
 
 def is_free(diary: Diary) -> bool:

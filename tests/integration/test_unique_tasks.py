@@ -61,15 +61,6 @@ def worker(start_workers: StartWorkers) -> CeleryWorker:
     return start_workers(include=TASKS)[0]
 
 
-@pytest.fixture
-def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
-    diary = Diary(f"{request.node.name}:{os.getpid()}")
-    yield diary
-    # A test that failed must not keep the worker busy.
-    diary.let_go(9)
-    diary.close()
-
-
 def send_to(worker: CeleryWorker | str, name: str, diary: Diary, **options: Any) -> AsyncResult:
     queue = worker if isinstance(worker, str) else worker.queue
     task = getattr(unique_tasks, name)

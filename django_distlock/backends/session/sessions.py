@@ -119,7 +119,7 @@ class DatabaseSession:
 
 
 class SessionServer(ABC):
-    """What a server must do for sessions. Each method gets a session, or a cursor of another connection, in autocommit."""
+    """The SQL of one kind of server for session locks. Each method gets a session, or a cursor of another connection, in autocommit."""
 
     #: Of the connections beside the sessions.
     dialect_class: ClassVar[type[Dialect]]
