@@ -120,7 +120,8 @@ def _prepare(alias: str) -> None:
     from django.db import connections
 
     # Not all apps: a migration of django-tasks-db updates a table of "default", where there is none.
-    call_command("migrate", "django_distlock", database=alias, verbosity=0)
+    for app in ("django_distlock", "db_mutex"):
+        call_command("migrate", app, database=alias, verbosity=0)
     vendor = connections[alias].vendor
     with connections[alias].cursor() as cursor:
         kinds = "name varchar(50) PRIMARY KEY, owner varchar(50), token bigint"
