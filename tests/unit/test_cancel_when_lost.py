@@ -19,7 +19,6 @@ from django_distlock import (
     force_release,
     lock,
     lock_all,
-    skip,
 )
 from django_distlock.backends.locmem import LocMemBackend
 from tests.fixtures.eventually import aeventually
@@ -191,19 +190,6 @@ async def test_of_two_locks_the_lost_one_ends_its_own_block() -> None:
     await losing
     assert not reached
     assert not lock("inner").locked()
-
-
-async def test_a_coroutine_function_is_cancelled_as_well() -> None:
-    @distributed_lock("a", cancel_when_lost=True, on_busy=skip())
-    async def work() -> None:
-        await for_ever()
-
-    working = asyncio.create_task(work())
-    await aeventually(lock("a").locked)
-    await lose()
-
-    with pytest.raises(LockLost):
-        await working
 
 
 async def test_a_view_that_has_returned_its_stream_is_not() -> None:
