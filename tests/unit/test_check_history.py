@@ -75,22 +75,6 @@ def no_owner_compare(plant: Plant) -> None:
     plant.keep_until(one, two.sure[1] + 0.1)
 
 
-def clock_of_the_reply(plant: Plant) -> None:
-    one, two = plant.pair(HOT)
-    plant.keep_until(one, two.sure[0] + 0.005)
-
-
-def within_the_uncertainty(plant: Plant) -> None:
-    one, two = plant.pair(HOT)
-    plant.keep_until(one, two.sure[0] + 0.00001)
-
-
-def purge_of_a_living_row(plant: Plant) -> None:
-    one, two = plant.pair(HOT)
-    plant.keep_until(one, two.sure[1])
-    plant.fault("purge of stale rows", "X", one.got)
-
-
 def loss_without_a_cause(plant: Plant) -> None:
     one, _ = plant.pair(HOT)
     last = one.life[-1]
@@ -102,11 +86,6 @@ def loss_without_a_cause(plant: Plant) -> None:
 def reader_beside_writer(plant: Plant) -> None:
     one, two = plant.pair(READERS, shared=(False, True))
     plant.keep_until(one, two.sure[1])
-
-
-def limit_plus_one(plant: Plant) -> None:
-    one, _ = plant.pair(FEW)
-    plant.event(one, "got")["place"] = one.limit
 
 
 def one_place_twice(plant: Plant) -> None:
@@ -134,30 +113,9 @@ def renewal_after_loss(plant: Plant) -> None:
     plant.events.append(lost)
 
 
-def released_after_it_was_told_lost(plant: Plant) -> None:
-    one, _ = plant.pair(HOT)
-    at = one.life[-1]["at"] - 1e-6
-    plant.events.append({**one.life[-1], "kind": "lost", "reason": "", "at": at})
-
-
-def release_by_a_stranger(plant: Plant) -> None:
-    refused = next(event for event in plant.events if event["kind"] == "refused")
-    plant.events.append({**refused, "kind": "left", "how": "released", "at": refused["at"] + 1e-6})
-
-
-def two_grants_of_one_request(plant: Plant) -> None:
-    one, _ = plant.pair(HOT)
-    plant.events.append(dict(plant.event(one, "got")))
-
-
 def update_lost_at_the_end(plant: Plant) -> None:
     row = next(event for event in plant.events if event.get("row") == "claimed" and "lock" in event)
     row["counted"] -= 1
-
-
-def two_writes_of_one_value(plant: Plant) -> None:
-    one, two = plant.pair(HOT)
-    plant.event(two, "wrote")["value"] = plant.event(one, "wrote")["value"]
 
 
 def write_by_a_former_holder(plant: Plant) -> None:
@@ -179,11 +137,6 @@ def held_for_ever(plant: Plant) -> None:
     )
 
 
-def no_answer(plant: Plant) -> None:
-    refused = next(event for event in plant.events if event["kind"] == "refused")
-    plant.events.remove(refused)
-
-
 def process_that_vanishes(plant: Plant) -> None:
     ended = next(event for event in plant.events if event["kind"] == "ended")
     plant.events.remove(ended)
@@ -193,34 +146,6 @@ def cut_off(plant: Plant) -> None:
     plant.events = [event for event in plant.events if event["at"] < plant.calm]
 
 
-def uncounted_rows(plant: Plant) -> None:
-    plant.events = [event for event in plant.events if event["kind"] != "row"]
-
-
-def no_token(plant: Plant) -> None:
-    one, _ = plant.pair(READERS, shared=(True, False))
-    plant.event(one, "got")["token"] = None
-
-
-def no_place(plant: Plant) -> None:
-    one, _ = plant.pair(FEW)
-    plant.event(one, "got")["place"] = None
-
-
-def beyond_the_limit_without_a_check(plant: Plant) -> None:
-    one, _ = plant.pair(FEW)
-    limit_plus_one(plant)
-    plant.events = [
-        event for event in plant.events if event["kind"] != "checked" or event["id"] != one.id
-    ]
-
-
-def loss_without_a_cause_after_a_wait(plant: Plant) -> None:
-    one, _ = plant.pair(HOT)
-    loss_without_a_cause(plant)
-    plant.event(one, "asked")["at"] -= 1.5
-
-
 def lost_behind(plant: Plant, at: float) -> None:
     plant.fault("server's clock is set back", "X", at)
     plant.fault("eviction, `FLUSHALL`", "F", at)
@@ -228,32 +153,18 @@ def lost_behind(plant: Plant, at: float) -> None:
 
 PLANTED: dict[Callable[[Plant], None], str] = {
     no_owner_compare: "exclusion",
-    clock_of_the_reply: "exclusion",
-    within_the_uncertainty: "exclusion",
-    purge_of_a_living_row: "exclusion",
     loss_without_a_cause: "loss",
     reader_beside_writer: "reader beside writer",
-    limit_plus_one: "limit",
     one_place_twice: "exclusion",
     token_reused: "token reused",
     token_falls: "token falls",
     renewal_after_loss: "life",
-    released_after_it_was_told_lost: "life",
-    release_by_a_stranger: "life",
-    two_grants_of_one_request: "life",
     update_lost_at_the_end: "lost update",
-    two_writes_of_one_value: "lost update",
     write_by_a_former_holder: "late write",
     granted_by_a_server_that_hangs: "hang",
     held_for_ever: "stuck",
-    no_answer: "life",
     process_that_vanishes: "life",
     cut_off: "incomplete",
-    uncounted_rows: "incomplete",
-    no_token: "no token",
-    no_place: "limit",
-    beyond_the_limit_without_a_check: "limit",
-    loss_without_a_cause_after_a_wait: "loss",
 }
 
 
@@ -290,40 +201,6 @@ def test_a_token_may_come_again_after_the_server_has_lost_its_data_behind_its_cl
     lost_behind(plant, one.got)
 
     assert rules(plant.events) == set()
-
-
-def test_a_token_that_may_fall_hides_no_later_fall() -> None:
-    plant = Plant()
-    readers = sorted(
-        (hold for hold in plant.holds if hold.lock == READERS and hold.shared),
-        key=lambda hold: hold.asked,
-    )
-    former, last = readers[0], readers[-1]
-    plant.event(former, "got")["token"] = last.token + 100
-    lost_behind(plant, former.got + 1e-6)
-
-    assert rules(plant.events) == set()
-
-    plant.event(last, "got")["token"] = former.token + 1
-
-    assert rules(plant.events) == {"token falls"}
-
-
-def test_a_lost_reply_ends_the_lease_of_a_session() -> None:
-    plant = Plant()
-    one, _ = plant.pair(HOT)
-
-    loss_without_a_cause(plant)
-    plant.fault("reply lost", "F", one.got)
-
-    assert rules(plant.events) == set()
-
-
-def test_a_plain_file_is_read_as_a_compressed_one(tmp_path: Any) -> None:
-    file = tmp_path / "history.jsonl"
-    file.write_text("".join(f"{json.dumps(event)}\n" for event in RECORDED))
-
-    assert checker.read(file) == RECORDED
 
 
 def test_runs_add_up_by_backend_and_release(
