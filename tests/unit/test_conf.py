@@ -52,32 +52,20 @@ WRONG: dict[str, tuple[Any, str]] = {
         "DISTLOCK must be a dict of aliases, like {'default': 'redis://cache:6379'}, not list.",
     ),
     "an alias that is no text": ({1: {}}, "DISTLOCK[1]: an alias must be a str that is not empty."),
-    "an empty alias": ({"": {}}, "DISTLOCK['']: an alias must be a str that is not empty."),
     "an alias that is no dict": ({"a": "x"}, "DISTLOCK['a'] must be a dict or a URL."),
     "an unknown key": ({"a": {"TLL": 1}}, "DISTLOCK['a']: unknown key 'TLL'."),
-    "a key in lower case": ({"a": {"ttl": 1}}, "DISTLOCK['a']: unknown key 'ttl'."),
     "a backend that is no text": ({"a": {"BACKEND": LocMemBackend}}, "DISTLOCK['a']: BACKEND must"),
     "a backend that is not there": (
         {"a": {"BACKEND": "nowhere.Backend"}},
         "DISTLOCK['a']: BACKEND 'nowhere.Backend' cannot be imported",
     ),
-    "a backend without a module": (
-        {"a": {"BACKEND": "Backend"}},
-        "DISTLOCK['a']: BACKEND 'Backend' cannot be imported",
-    ),
     "a backend that is none": (
         {"a": {"BACKEND": "decimal.Decimal"}},
         "DISTLOCK['a']: BACKEND 'decimal.Decimal' is not a lock backend.",
     ),
-    "a backend that is a function": (
-        {"a": {"BACKEND": "json.dumps"}},
-        "DISTLOCK['a']: BACKEND 'json.dumps' is not a lock backend.",
-    ),
     "a TTL of zero": ({"a": {"TTL": 0}}, "DISTLOCK['a']: TTL must be more than 0 seconds"),
-    "a TTL in text": ({"a": {"TTL": "30"}}, "DISTLOCK['a']: TTL must be a number of seconds"),
     "a TTL too short": ({"a": {"TTL": 0.001}}, "DISTLOCK['a']: TTL must be at least"),
     "a TIMEOUT below zero": ({"a": {"TIMEOUT": -1}}, "DISTLOCK['a']: TIMEOUT must be 0 or more"),
-    "a TIMEOUT in text": ({"a": {"TIMEOUT": "1"}}, "DISTLOCK['a']: TIMEOUT must be a number"),
     "a prefix that is no text": ({"a": {"KEY_PREFIX": 1}}, "DISTLOCK['a']: KEY_PREFIX must be"),
     "a prefix that is the path of no module": (
         {"a": {"KEY_PREFIX": "shpo.locks.tenant"}},
