@@ -161,30 +161,6 @@ def interrupted_at(step: int) -> Iterator[None]:
 
 
 @pytest.mark.django_db
-def test_an_exception_at_any_step_of_lending_stops_nobody_else() -> None:
-    dialect = Noted()
-    own = OwnConnections("locks", "default", dialect, limit=4, io_timeout=5)
-
-    def lend() -> None:
-        own.give_back(own.borrow(), is_sound=True)
-
-    lend()
-    for step in itertools.count(1):
-        try:
-            with interrupted_at(step):
-                lend()
-        except KeyboardInterrupt:
-            start(lend).result(10)
-        else:
-            break
-
-    assert step > 4
-    own.close()
-    for driver in dialect.drivers:
-        driver.close()
-
-
-@pytest.mark.django_db
 def test_an_exception_at_any_step_of_waiting_for_a_connection_stops_nobody_else() -> None:
     dialect = Noted()
     own = OwnConnections("locks", "default", dialect, limit=1, io_timeout=5)
