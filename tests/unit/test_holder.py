@@ -24,12 +24,6 @@ def test_celery_task_is_told_by_name_and_id() -> None:
     assert task.apply(task_id="4711").get() == "bills.send[4711]"
 
 
-def test_celery_task_that_is_called_like_a_function_has_no_id() -> None:
-    task = app.task(current_task, name="bills.remind")
-
-    assert task() == "bills.remind"
-
-
 def test_long_name_leaves_the_id_whole() -> None:
     task = app.task(current_task, name="bills." + "x" * 200)
 
@@ -44,12 +38,6 @@ def test_task_and_id_are_harmless_text() -> None:
     task = app.task(current_task, name="bills.söhne")
 
     assert task.apply(task_id="a\0b\ud800").get() == "bills.s\\xf6hne[a%00b%ED%A0%80]"
-
-
-def test_an_id_of_plain_characters_is_told_as_it_is() -> None:
-    task = app.task(current_task, name="bills.send")
-
-    assert task.apply(task_id="4711 a:b@c/d?").get() == "bills.send[4711 a:b@c/d?]"
 
 
 async def test_asyncio_task_is_told_by_name() -> None:
