@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-from weakref import ref
-
 import pytest
 
-from django_distlock import Lease, LockBackendError
 from django_distlock.engine.local_queue import IN_A_ROW, SILENT, LocalQueue
-from django_distlock.engine.values import Busy, Request
+from django_distlock.engine.values import Busy
 from django_distlock.ground import clock
-from django_distlock.ground.holder import Holder
 
 
 class Bell:
@@ -48,11 +43,6 @@ def test_the_first_one_has_the_turn_at_once_and_the_others_wait(queue: LocalQueu
     assert not queue.has_turn("a", second)
 
 
-def test_another_lock_has_another_line(queue: LocalQueue) -> None:
-    assert queue.join("a", Bell()) is True
-    assert queue.join("b", Bell()) is True
-
-
 def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> None:
     first, second, third = _line(queue, 3)
 
@@ -60,89 +50,6 @@ def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> Non
 
     assert queue.has_turn("a", second)
     assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
-
-
-def test_who_was_stopped_while_leaving_leaves_by_leaving_again(queue: LocalQueue) -> None:
-    first, second, third = _line(queue, 3)
-    # As an exception from outside would leave it.
-    cast("Any", queue.lines["a"]).callers.remove(first)
-
-    queue.leave("a", first)
-    queue.leave("a", first)
-
-    assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
-
-
-@pytest.mark.parametrize("answer", ["granted", "refused"])
-def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answer: str) -> None:
-    first, second, third = _line(queue, 3)
-    error = LockBackendError("default", "the server hangs")
-
-    queue.failed("a", error)
-    queue.leave("a", first)
-    if answer == "granted":
-        queue.hold("a", second, cast("ref[Lease]", ref(_Leased())))
-    else:
-        queue.refused("a", Busy())
-    queue.failed("a", error)
-    assert queue.failure(third) is None
-
-    queue.failed("a", error)
-    assert str(queue.failure(third)) == str(error)
-
-
-class _Leased:
-    """Stands for a lease."""
-
-
-def test_turns_come_in_the_order_of_joining(queue: LocalQueue) -> None:
-    bells = _line(queue, 5)
-    served = []
-
-    for _ in bells:
-        [now] = [bell for bell in bells if bell not in served and queue.has_turn("a", bell)]
-        served.append(now)
-        queue.leave("a", now)
-
-    assert served == bells
-
-
-def test_who_gives_up_in_the_middle_changes_no_turn(queue: LocalQueue) -> None:
-    first, second, third = _line(queue, 3)
-
-    queue.leave("a", second)
-
-    assert queue.has_turn("a", first)
-    assert [bell.rings for bell in (first, second, third)] == [0, 0, 0]
-    queue.leave("a", first)
-    assert queue.has_turn("a", third)
-
-
-def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
-    first, deaf, third = Bell(), Bell(is_heard=False), Bell()
-    for bell in (first, deaf, third):
-        queue.join("a", bell)
-
-    queue.leave("a", first)
-
-    assert queue.has_turn("a", third)
-    assert third.rings == 1
-
-
-class Lent:
-    is_granted = True
-
-
-def test_it_knows_who_holds_until_the_turn_passes_on(queue: LocalQueue) -> None:
-    first, _ = _line(queue, 2)
-    lease = cast("Lease", Lent())
-    assert queue.held_by("a") is None
-
-    queue.hold("a", first, ref(lease))
-    assert queue.held_by("a") is lease
-
-    queue.leave("a", first)
-    assert queue.held_by("a") is None
 
 
 def test_a_line_that_is_empty_is_forgotten(queue: LocalQueue) -> None:
@@ -172,101 +79,7 @@ def test_it_gives_way_to_nobody_if_nobody_else_wants_the_lock(queue: LocalQueue)
         queue.leave("a", bell)
 
 
-def test_who_found_nobody_has_the_turn_when_others_come(queue: LocalQueue) -> None:
-    lease, second = cast("Lease", Lent()), Bell()
-    reference = queue.lines.setdefault("a", ref(lease))
-
-    assert queue.held_by("a") is lease
-    assert queue.join("a", second) is False
-    assert not queue.has_turn("a", second)
-    assert queue.held_by("a") is lease
-
-    queue.leave("a", cast("Any", reference))
-    assert queue.has_turn("a", second)
-    assert second.rings == 1
-    assert queue.held_by("a") is None
-
-
-def test_a_lease_that_is_not_granted_yet_holds_nothing(queue: LocalQueue) -> None:
-    lease = Lent()
-    lease.is_granted = False
-    reference = queue.lines.setdefault("a", ref(cast("Lease", lease)))
-
-    assert queue.held_by("a") is None
-
-    queue.leave("a", cast("Any", reference))
-    assert not queue.lines
-
-
-def test_who_has_no_turn_or_has_left_is_not_noted_as_the_holder(queue: LocalQueue) -> None:
-    lease = cast("Lease", Lent())
-    bell = Bell()
-    queue.hold("a", bell, ref(lease))
-    assert not queue.lines
-
-    _, second = _line(queue, 2)
-    queue.hold("a", second, ref(lease))
-    assert queue.held_by("a") is None
-
-
-def test_a_holder_that_leaves_lets_others_go_first_and_a_waiter_does_not(queue: LocalQueue) -> None:
-    first, second, third = _line(queue, 3)
-    queue.turns.refused("a")
-    queue.turns.granted("a", clock.wait_time() - 100)
-
-    queue.leave("a", second)
-    assert queue.turns.wanted["a"].released is None
-
-    queue.leave("a", first)
-    assert queue.turns.wanted["a"].released == pytest.approx(clock.wait_time(), abs=5)
-    assert queue.turns.wanted["a"].held == pytest.approx(100, abs=5)
-
-    queue.leave("a", third)
-    assert not queue.lines
-
-
 class TestASilentFirstCaller:
-    def test_one_that_was_rung_and_does_not_ask_is_passed_over(
-        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first, task, third = Bell(), Bell(may_stall=True), Bell()
-        for bell in (first, task, third):
-            queue.join("a", bell)
-        queue.leave("a", first)
-        assert not queue.pass_over("a", third)
-
-        _let_pass(monkeypatch, SILENT)
-
-        assert queue.pass_over("a", third)
-        assert queue.has_turn("a", third)
-        assert not queue.keeps_turn("a", task)
-        queue.leave("a", third)
-        assert queue.has_turn("a", task)
-
-    def test_one_that_has_the_turn_again_before_it_goes_on_was_passed_over_all_the_same(
-        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The grant that it has perhaps got meanwhile was given back by the one that passed it over."""
-        task, other = _behind_a_task(queue)
-        _let_pass(monkeypatch, SILENT)
-        assert queue.pass_over("a", other)
-        queue.leave("a", other)
-
-        assert not queue.keeps_turn("a", task)
-        assert queue.was_passed_over("a", task)
-        assert queue.has_turn("a", task)
-        assert queue.keeps_turn("a", task)
-
-    def test_an_answer_for_another_caller_makes_a_thread_no_silent_one(
-        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        _, second = _line(queue, 2)
-
-        queue.heard("a", "another")
-        _let_pass(monkeypatch, 2 * SILENT)
-
-        assert not queue.pass_over("a", second)
-
     def test_one_that_may_be_silent_for_longer_is_not(
         self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -278,23 +91,6 @@ class TestASilentFirstCaller:
 
         _let_pass(monkeypatch, 60.0)
         assert queue.pass_over("a", other)
-
-    def test_one_that_goes_on_or_holds_the_lock_is_not(
-        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        task, other, lease = Bell(may_stall=True), Bell(), cast("Lease", Lent())
-        queue.join("a", task)
-        queue.join("a", other)
-        queue.expect("a", task, 60.0, "owner")
-        queue.heard("a", "another")
-        queue.heard("a", "owner")
-        assert queue.keeps_turn("a", task)
-        queue.hold("a", task, ref(lease))
-
-        _let_pass(monkeypatch, 2 * SILENT)
-        queue.heard("a", "owner")
-
-        assert not queue.pass_over("a", other)
 
     def test_a_thread_is_never_silent(
         self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
@@ -319,17 +115,6 @@ def _behind_a_task(queue: LocalQueue) -> tuple[Bell, Bell]:
 def _let_pass(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     later = clock.wait_time() + seconds
     monkeypatch.setattr(clock, "wait_time", lambda: later)
-
-
-def test_the_position_on_the_server_is_given_up_by_the_last_caller(queue: LocalQueue) -> None:
-    first, second = _line(queue, 2)
-    request = Request("a", "a", 5.0, Holder.current())
-    queue.note_queued("a", request)
-
-    assert queue.leave("a", first) is None
-    assert queue.queued("a") is request
-    assert queue.leave("a", second) is request
-    assert queue.queued("a") is None
 
 
 def test_those_behind_rely_on_the_last_answer_while_it_is_young(
