@@ -77,23 +77,15 @@ def test_terms_that_are_not_given_come_from_the_alias(settings: Any) -> None:
 
 WRONG_TERMS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "ttl of zero": ({"ttl": 0}, ValueError),
-    "ttl that is all drift": ({"ttl": 0.001}, ValueError),
     "ttl in text": ({"ttl": "30"}, TypeError),
-    "ttl of None": ({"ttl": None}, TypeError),
     "negative timeout": ({"timeout": -1}, ValueError),
-    "timeout in text": ({"timeout": "5"}, TypeError),
     "max_hold of zero": ({"max_hold": 0}, ValueError),
-    "max_hold that is all drift": ({"max_hold": 0.001}, ValueError),
     "negative min_hold": ({"min_hold": -1}, ValueError),
     "release at another time": ({"release": "later"}, ValueError),
-    "renew in text": ({"renew": "no"}, TypeError),
     "limit of zero": ({"limit": 0}, ValueError),
     "limit of True": ({"limit": True}, TypeError),
-    "limit with parts": ({"limit": 2.0}, TypeError),
     "limit of readers": ({"limit": 2, "shared": True}, django_distlock.NotSupported),
     "shared as a number": ({"shared": 1}, TypeError),
-    "reentrant of None": ({"reentrant": None}, TypeError),
-    "free_on_error as a number": ({"free_on_error": 1}, TypeError),
     "a word misspelt": ({"timout": 5}, TypeError),
     "a word of the inside": ({"has_timeout": True}, TypeError),
 }
@@ -183,14 +175,6 @@ def test_leaving_a_with_twice_is_an_error(memory: LocMemBackend) -> None:
         mine.__exit__(None, None, None)
 
 
-def test_releasing_inside_the_with_is_no_error(memory: LocMemBackend) -> None:
-    with lock("a") as lease:
-        lease.release()
-        assert not lock("a").locked()
-
-    assert not lease.held
-
-
 def test_the_current_lease_is_the_one_taken_last(memory: LocMemBackend) -> None:
     assert current_lease() is None
     with lock("a") as first, lock("b") as second:
@@ -233,32 +217,14 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
     ("word", "advice"),
     [
         ("expire", "use ttl"),
-        ("expiry", "use ttl"),
-        ("lease", "use ttl"),
-        ("lifetime", "use ttl"),
-        ("lock_timeout", "use ttl"),
-        ("auto_release_time", "use ttl"),
         ("blocking_timeout", "use timeout"),
-        ("wait", "use timeout"),
-        ("retry", "use timeout"),
         ("blocking", "use timeout=0 to try once"),
-        ("block", "use timeout=0 to try once"),
-        ("nowait", "use timeout=0 to try once"),
         ("auto_renewal", "use renew"),
-        ("auto_renew", "use renew"),
         ("on_commit", 'use release="on_commit"'),
         ("xact", "use transaction_lock()"),
-        ("sleep", "leave it out: waiters are woken"),
         ("id", "leave it out: every lease has a secret owner"),
-        ("lock_delay", "leave it out: fencing tokens refuse late writes"),
-        ("max_leases", "use limit"),
-        ("thread_local", "leave it out"),
-        ("strict", "leave it out"),
         ("timout", "use timeout"),
-        ("has_timeout", "use timeout"),
         ("side_effect", "use on_busy of distributed_lock()"),
-        ("suppress_acquisition_exceptions", "use on_busy of distributed_lock()"),
-        ("graceful", "use on_busy of distributed_lock()"),
         (
             "colour",
             "it takes cancel_when_lost, free_on_error, limit, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
@@ -284,7 +250,6 @@ def test_a_word_that_lock_does_not_have_is_refused_with_the_right_one(
         ("ttl", "use ttl of lock()"),
         ("shared", "use shared of lock()"),
         ("blocking_timeout", "use timeout"),
-        ("nowait", "use timeout=0 to try once"),
         ("token", "leave it out: every lease has a secret owner"),
         ("colour", "it takes blocking, timeout"),
     ],
@@ -338,42 +303,6 @@ def test_a_copy_of_a_lease_or_lock_is_refused(
 
 
 # One object for many holders.
-
-
-class Meanwhile:
-    """Does something in the midst of a call: the first time that it comes to *place*, "event function of what"."""
-
-    def __init__(self, place: str, act: Callable[[], object]) -> None:
-        self._place, self._act = place, act
-        self.has_come = False
-
-    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        of = getattr(called, "__name__", "") if event.startswith("c_") else ""
-        if f"{event} {frame.f_code.co_name} {of}".strip() == self._place and not self.has_come:
-            self.has_come = True
-            self._act()
-
-    def in_the(self, call: Callable[[], object]) -> None:
-        sys.setprofile(self)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-
-
-def test_who_leaves_while_another_one_enters_leaves_its_own_lease(memory: LocMemBackend) -> None:
-    recipe, others = lock("a", shared=True), list[Lease]()
-    lease = recipe.__enter__()
-    meanwhile = Meanwhile(
-        "c_return innermost len", lambda: others.append(elsewhere(recipe.__enter__))
-    )
-
-    meanwhile.in_the(lambda: recipe.__exit__(None, None, None))
-
-    assert meanwhile.has_come
-    assert not lease.held
-    assert others[0].held
-    recipe.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("terms", [{"shared": True}, {"limit": 2}])
