@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from django_distlock import LockNotAcquired, distributed_lock, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.values import Busy, first_to_end
-from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
 from django_distlock.testing import held_elsewhere
 
@@ -59,25 +56,3 @@ def test_a_limit_may_depend_on_the_call(memory: LocMemBackend) -> None:
             work(wrong)
     with pytest.raises(TypeError, match="limit must be a whole number"):
         lock("a", limit=lambda: 1)  # only a function has calls
-
-
-# The rest is tried on the semaphores of Python too.
-
-
-class Two:
-    """At most two tasks at once: called, it enters; *waiting* tells how many wait."""
-
-    def __init__(self, enter: Callable[[], Any], waiting: Callable[[], int]) -> None:
-        self.enter, self.waiting = enter, waiting
-
-    def __call__(self) -> Any:
-        return self.enter()
-
-
-@pytest.fixture(params=["ours", "asyncio's"])
-def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Two:
-    if request.param == "ours":
-        line = memory.request("a", ttl=20, holder=Holder.current()).with_limit(2).line
-        return Two(lambda: lock("a", limit=2, timeout=None), lambda: memory.queue.waiters(line))
-    semaphore = asyncio.Semaphore(2)
-    return Two(lambda: semaphore, lambda: len(semaphore._waiters or ()))
