@@ -13,11 +13,6 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connection, connections, transaction
-from django.db.models.signals import post_delete
-from django.http import HttpRequest, HttpResponse
-from django.test import RequestFactory, TestCase
-from django.utils.decorators import method_decorator
-from django.views import View
 from pytest_django.fixtures import Settings
 
 from django_distlock import (
@@ -34,7 +29,6 @@ from django_distlock import (
 from django_distlock.lock import LockTerms
 from django_distlock.signals import lock_released
 from django_distlock.testing import reset_locks
-from testproject.models import Account
 from tests.contract.crew import held_in_thread
 from tests.fixtures.eventually import eventually
 from tests.unit.conftest import LOCMEM
@@ -70,13 +64,6 @@ def by_release_of_the_lease() -> None:
     lease.release()
 
 
-def by_with_lease() -> None:
-    lease = lock("a").acquire()
-    assert lease
-    with lease:
-        pass
-
-
 def by_release_inside_with() -> None:
     with lock("a") as lease:
         lease.release()
@@ -87,25 +74,11 @@ def by_lock_all() -> None:
         pass
 
 
-def by_error() -> None:
-    with pytest.raises(ZeroDivisionError), lock("a"):
-        raise ZeroDivisionError
-
-
 def by_decorated_function() -> None:
     @distributed_lock("a")
     def work() -> None: ...
 
     work()
-
-
-def by_decorated_method_of_a_view() -> None:
-    class Page(View):
-        @method_decorator(distributed_lock("a"))
-        def get(self, request: HttpRequest) -> HttpResponse:
-            return HttpResponse()
-
-    Page.as_view()(RequestFactory().get("/"))
 
 
 def by_generator() -> None:
@@ -117,9 +90,8 @@ def by_generator() -> None:
 
 
 WAYS = [
-    *(by_with, by_release_of_the_lock, by_release_of_the_lease, by_with_lease),
-    *(by_release_inside_with, by_lock_all, by_error, by_decorated_function),
-    *(by_decorated_method_of_a_view, by_generator),
+    *(by_with, by_release_of_the_lock, by_release_of_the_lease, by_release_inside_with),
+    *(by_lock_all, by_decorated_function, by_generator),
 ]
 
 
@@ -136,15 +108,6 @@ def test_it_is_kept_until_the_commit(way: Callable[[], None]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_without_a_transaction_it_is_free_at_once(way: Callable[[], None]) -> None:
     way()
-
-    assert is_free()
-
-
-def test_it_is_kept_until_the_rollback() -> None:
-    with pytest.raises(RolledBack), transaction.atomic():
-        by_with()
-        assert not is_free()
-        raise RolledBack
 
     assert is_free()
 
@@ -191,16 +154,6 @@ def test_a_receiver_can_use_the_database_when_it_is_freed() -> None:
         lock_released.disconnect(look)
 
     assert autocommit == [True, True]
-
-
-def test_a_savepoint_that_is_rolled_back_frees_nothing() -> None:
-    with transaction.atomic():
-        by_with()
-        with pytest.raises(RolledBack), transaction.atomic():
-            raise RolledBack
-
-        assert not is_free()
-    assert is_free()
 
 
 def test_a_rollback_is_an_error_after_which_no_min_hold_counts() -> None:
@@ -359,70 +312,6 @@ def test_one_lost_between_the_exit_and_the_commit_is_logged(
         (logging.WARNING, "Lock a was lost: a test says so"),
         (logging.ERROR, "Lock a could not be released after the end of its transaction"),
     ]
-
-
-# In a TestCase.
-
-
-class InTestCase(TestCase):
-    """Django's own: its blocks are no transactions of the code under test."""
-
-    def code_under_test(self) -> None:
-        with transaction.atomic(durable=True):
-            by_with()
-            transaction.on_commit(lambda: None)
-            assert not is_free()
-
-    def test_it_is_free_at_the_end_of_the_outermost_block_of_the_code(self) -> None:
-        with self.captureOnCommitCallbacks() as callbacks:
-            self.code_under_test()
-
-            assert is_free()
-        assert len(callbacks) == 1
-
-    def test_it_is_free_after_its_rollback(self) -> None:
-        with pytest.raises(RolledBack), transaction.atomic():
-            self.code_under_test_without_durable()
-            raise RolledBack
-
-        assert is_free()
-
-    def test_a_rollback_is_an_error_after_which_no_min_hold_counts(self) -> None:
-        test_a_rollback_is_an_error_after_which_no_min_hold_counts()
-
-    def test_a_savepoint_that_is_rolled_back_frees_nothing(self) -> None:
-        test_a_savepoint_that_is_rolled_back_frees_nothing()
-
-    def code_under_test_without_durable(self) -> None:
-        with transaction.atomic():
-            by_with()
-        assert not is_free()
-
-    def test_outside_a_block_of_the_code_it_is_free_at_once(self) -> None:
-        by_with()
-        with lock("b", release="on_commit"):
-            pass
-
-        assert is_free()
-        assert is_free("b")
-
-    def test_in_a_block_whose_end_nothing_tells_it_is_free_at_once(self) -> None:
-        with transaction.atomic(savepoint=False):
-            by_with()
-
-        assert is_free()
-
-    def test_a_lock_of_a_delete_signal_is_free_afterwards(self) -> None:
-        account = Account.objects.create(name="a", balance=0, opening_balance=0)
-
-        def lock_it(**_: Any) -> None:
-            by_with()
-
-        post_delete.connect(lock_it, sender=Account)
-        self.addCleanup(post_delete.disconnect, lock_it, sender=Account)
-        account.delete()
-
-        assert is_free()
 
 
 # In async code.
