@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+from weakref import ref
+
 import pytest
 
+from django_distlock import Lease, LockBackendError
 from django_distlock.engine.local_queue import IN_A_ROW, SILENT, LocalQueue
 from django_distlock.engine.values import Busy
 from django_distlock.ground import clock
@@ -52,6 +56,43 @@ def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> Non
     assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("answer", ["granted", "refused"])
+def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answer: str) -> None:
+    first, second, third = _line(queue, 3)
+    error = LockBackendError("default", "the server hangs")
+
+    queue.failed("a", error)
+    queue.leave("a", first)
+    if answer == "granted":
+        queue.hold("a", second, cast("ref[Lease]", ref(_Leased())))
+    else:
+        queue.refused("a", Busy())
+    queue.failed("a", error)
+    assert queue.failure(third) is None
+
+    queue.failed("a", error)
+    assert str(queue.failure(third)) == str(error)
+
+
+class _Leased:
+    """Stands for a lease."""
+
+
+def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
+    first, deaf, third = Bell(), Bell(is_heard=False), Bell()
+    for bell in (first, deaf, third):
+        queue.join("a", bell)
+
+    queue.leave("a", first)
+
+    assert queue.has_turn("a", third)
+    assert third.rings == 1
+
+
+class Lent:
+    is_granted = True
+
+
 def test_a_line_that_is_empty_is_forgotten(queue: LocalQueue) -> None:
     for number in range(100):
         bell = Bell()
@@ -79,7 +120,60 @@ def test_it_gives_way_to_nobody_if_nobody_else_wants_the_lock(queue: LocalQueue)
         queue.leave("a", bell)
 
 
+def test_a_lease_that_is_not_granted_yet_holds_nothing(queue: LocalQueue) -> None:
+    lease = Lent()
+    lease.is_granted = False
+    reference = queue.lines.setdefault("a", ref(cast("Lease", lease)))
+
+    assert queue.held_by("a") is None
+
+    queue.leave("a", cast("Any", reference))
+    assert not queue.lines
+
+
+def test_who_has_no_turn_or_has_left_is_not_noted_as_the_holder(queue: LocalQueue) -> None:
+    lease = cast("Lease", Lent())
+    bell = Bell()
+    queue.hold("a", bell, ref(lease))
+    assert not queue.lines
+
+    _, second = _line(queue, 2)
+    queue.hold("a", second, ref(lease))
+    assert queue.held_by("a") is None
+
+
 class TestASilentFirstCaller:
+    def test_one_that_was_rung_and_does_not_ask_is_passed_over(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, task, third = Bell(), Bell(may_stall=True), Bell()
+        for bell in (first, task, third):
+            queue.join("a", bell)
+        queue.leave("a", first)
+        assert not queue.pass_over("a", third)
+
+        _let_pass(monkeypatch, SILENT)
+
+        assert queue.pass_over("a", third)
+        assert queue.has_turn("a", third)
+        assert not queue.keeps_turn("a", task)
+        queue.leave("a", third)
+        assert queue.has_turn("a", task)
+
+    def test_one_that_has_the_turn_again_before_it_goes_on_was_passed_over_all_the_same(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The grant that it has perhaps got meanwhile was given back by the one that passed it over."""
+        task, other = _behind_a_task(queue)
+        _let_pass(monkeypatch, SILENT)
+        assert queue.pass_over("a", other)
+        queue.leave("a", other)
+
+        assert not queue.keeps_turn("a", task)
+        assert queue.was_passed_over("a", task)
+        assert queue.has_turn("a", task)
+        assert queue.keeps_turn("a", task)
+
     def test_one_that_may_be_silent_for_longer_is_not(
         self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
