@@ -17,7 +17,6 @@ import pytest
 from django_distlock import (
     Lease,
     LockBackendError,
-    LockLost,
     LockNotOwned,
     LockOutcomeUnknown,
     lock,
@@ -338,24 +337,6 @@ def test_a_server_that_restarts_while_a_lock_is_waited_for_leaves_nobody_in_doub
         pass
 
 
-def test_a_lease_survives_a_crash_of_a_server_that_writes_all_down(
-    settings: Settings, name: str
-) -> None:
-    with Redis(settings={"appendonly": "yes", "appendfsync": "always"}) as server:
-        configure(settings, server)
-        with lock(name, ttl=LONG) as lease:
-            server.kill()
-            server.start()
-
-            lease.extend()
-            lease.check()
-            assert not rival(name).tries()
-            (held,) = backend("direct").held()
-            assert held.token == lease.fencing_token
-        rival(name).takes(within=SOON)
-        locks.reset()
-
-
 def test_scripts_that_the_server_forgot_are_told_again(direct: Redis, name: str) -> None:
     def forget() -> None:
         with direct.client() as client:
@@ -592,44 +573,6 @@ def test_a_node_of_a_cluster_is_refused_with_a_hint(
 # Replicas.
 
 
-def test_a_fail_over_to_a_stale_replica_gives_a_higher_token_and_tells_the_first_holder(
-    redis_sentinel: Replicated, settings: Settings, name: str
-) -> None:
-    by_cache = {
-        "BACKEND": "django_distlock.backends.redis.CacheRedisBackend",
-        "OPTIONS": {"cache": "redis_sentinel"},
-    }
-    settings.DISTLOCK = {"default": by_cache, "other": by_cache}
-    redis_sentinel.cut_off_replica()
-    first = take(name, ttl=LONG)
-
-    redis_sentinel.fail_over()
-
-    second = eventually(lambda: _taken_without_error(name), 5)
-    assert second
-    assert (second.fencing_token or 0) > (first.fencing_token or 0)
-    eventually(lambda: _is_told(first), 5)
-    second.extend()
-    second.release()
-
-
-def _taken_without_error(name: str) -> Lease | None:
-    try:
-        return lock(name, using="other", timeout=0).acquire()
-    except LockBackendError:
-        return None
-
-
-def _is_told(lease: Lease) -> bool:
-    try:
-        lease.extend()
-    except LockLost:
-        return True
-    except LockBackendError:
-        return False
-    return False
-
-
 def test_a_lock_that_no_replica_confirms_is_refused_and_not_held(
     redis_sentinel: Replicated, settings: Settings, name: str
 ) -> None:
@@ -659,20 +602,6 @@ def test_a_holder_at_a_master_that_no_replica_follows_any_more_loses_its_lock(
         lease.extend()
 
     eventually(lambda: lease.lost, 10, "no renewal counts")
-    locks.reset()
-
-
-def test_a_lease_that_no_replica_confirms_cannot_be_attached(
-    redis_sentinel: Replicated, settings: Settings, name: str
-) -> None:
-    configure(settings, redis_sentinel.master, wait_replicas=1, io_timeout=4.0)
-    text = take(name, ttl=LONG).detach()
-    redis_sentinel.cut_off_replica()
-
-    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
-        Lease.attach(text)
-
-    eventually(lambda: not holders(name), SOON, "it is given back")
     locks.reset()
 
 
@@ -959,6 +888,3 @@ def test_the_next_waiter_is_served_soon_whatever_became_of_the_first(
     if fate == "frozen":
         first.cont()
         first.expect("held")
-
-
-# Processes that fork.
