@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from contextlib import contextmanager
 from dataclasses import replace
@@ -322,22 +321,6 @@ def test_what_scripts_share_or_reserve_is_refused_until_it_has_ended(
     assert token.isdigit()
 
 
-def test_a_lock_that_is_told_nothing_of_is_free_to_all(link: PoolLink, keys: Keys) -> None:
-    for how in (script, transact):
-        assert link.converse(how(look(keys))) == [[None]]
-
-
-def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
-    locks = [keys_of(uuid.uuid4().hex) for _ in range(50)]
-    for number, keys in enumerate(locks):
-        link.converse(transact(acquire(keys, OWNERS[number % 2])))
-
-    records = tuple(keys.record for keys in locks)
-    asked = Call(EXTEND, records, (OWNERS[0], HOUR, "x") * len(locks))
-    for how in (script, transact):
-        assert link.converse(how(asked)) == [[1, 0] * 25]
-
-
 def test_a_look_at_many_locks_tells_who_holds_each(link: PoolLink) -> None:
     locks = [keys_of(uuid.uuid4().hex) for _ in OWNERS]
     for keys, owner in zip(locks, OWNERS, strict=True):
@@ -404,47 +387,6 @@ def test_what_comes_after_is_answered_behind_it(link: PoolLink, keys: Keys) -> N
 
     assert [answers[0].isdigit(), *answers[1:]] == [True, b"a", 0]
     assert link.converse(transact(look(keys), ("ECHO", "b")))[1:] == [b"b"]
-
-
-def test_with_and_without_scripts_they_keep_each_other_out(
-    redis: Redis, make: Callable[..., RedisBackend]
-) -> None:
-    """Each adds one to a number in two steps: none of 500 is lost."""
-    name, each, threads = uuid.uuid4().hex, 100, 5
-    tokens: list[int] = []
-    failures: list[BaseException] = []
-
-    def work(backend: RedisBackend) -> None:
-        try:
-            with redis.client(db=3) as client:
-                for _ in range(each):
-                    add_one(backend, client)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    def add_one(backend: RedisBackend, client: driver.Redis) -> None:
-        request = backend.request(name, ttl=30, holder=Holder.current())
-        while not isinstance(grant := backend.try_acquire(request, queued=False), Grant):
-            pass
-        value = int(client.get(f"{name}:sum") or 0)
-        tokens.append(grant.token or 0)
-        client.set(f"{name}:sum", value + 1)
-        assert backend.release(request) is Release.RELEASED
-
-    crew = [
-        threading.Thread(target=work, args=(make(scripting=number % 2 == 0, io_timeout=10),))
-        for number in range(threads)
-    ]
-    for thread in crew:
-        thread.start()
-    for thread in crew:
-        thread.join()
-
-    with redis.client(db=3) as client:
-        assert not failures
-        assert client.get(f"{name}:sum") == str(each * threads)
-    assert tokens == sorted(set(tokens))
 
 
 @pytest.mark.parametrize("scripting", [True, False])
