@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,9 +201,6 @@ def test_a_way_that_is_chosen_by_hand_looks_at_the_alias_too(settings: Settings)
         locks["locks"]
 
 
-# What clears the locks.
-
-
 # By add() alone.
 
 
@@ -232,15 +228,6 @@ def test_processes_with_a_lock_by_add_on_a_real_server_lose_nothing(
         each.result(40)
 
     assert int(balance.read_text()) == 30
-
-
-async def test_tasks_use_it_too(settings: Settings, name: str) -> None:
-    trust(settings)
-
-    async with lock(name, using="locks"):
-        assert await lock(name, using="locks").alocked()
-
-    assert not await lock(name, using="locks").alocked()
 
 
 def test_who_is_refused_is_told_by_whom(settings: Settings, name: str) -> None:
@@ -345,17 +332,3 @@ def test_it_promises_nothing_that_it_cannot_keep(settings: Settings, name: str) 
     assert not backend.session_bound
     with pytest.raises(NotSupported):
         lock(name, using="locks", shared=True).acquire()
-
-
-def test_a_value_of_somebody_else_is_nobodys_lock(settings: Settings, name: str) -> None:
-    backend = trust(settings)
-    other = rival(name)
-    for value in (5, "text", "[]", '["a", "b", "c"]', {"a": 1}, b"\x80"):
-        with_whole_keys(backend).add(other.request.key, value, timeout=60)
-
-        assert not other.tries()
-        assert other.leaves() is Release.TAKEN
-        with_whole_keys(backend).delete(other.request.key)
-    thief = dataclasses.replace(other.request, owner="")
-    with_whole_keys(backend).add(other.request.key, "text", timeout=60)
-    assert backend.probe(thief)
