@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import Lease, current_lease, force_release, lock, locks
+from django_distlock import current_lease, force_release, lock, locks
 from django_distlock.operators import holdings, look_up
 from tests.contract.profiles import BY_CACHE, PATIENT, PATIENT_REDLOCK, REDLOCK
 from tests.contract.rivals import Rival
@@ -139,22 +139,3 @@ def test_a_tenant_lists_and_frees_its_own_locks(using: str, name: str) -> None:
         assert force_release(name, using=using) == 1
     assert lease.lost
     place.release()
-
-
-@on(*LISTS)
-def test_a_lease_is_attached_by_a_process_of_another_tenant(using: str, name: str) -> None:
-    with tenant("a"):
-        lease = lock(name, using=using).acquire()
-    assert lease
-    text = lease.detach()
-
-    if using != "one-process":
-        locks.made.pop(using).close()
-    with tenant("b"):
-        attached = Lease.attach(text)
-        assert current_lease(name) is None
-        assert not lock(name, using=using).locked()
-    with tenant("a"):
-        assert lock(name, using=using).locked()
-        assert current_lease(name) is attached
-    attached.release()
