@@ -608,6 +608,20 @@ def test_a_holder_at_a_master_that_no_replica_follows_any_more_loses_its_lock(
 # Clusters.
 
 
+def test_a_lease_that_no_replica_confirms_cannot_be_attached(
+    redis_sentinel: Replicated, settings: Settings, name: str
+) -> None:
+    configure(settings, redis_sentinel.master, wait_replicas=1, io_timeout=4.0)
+    text = take(name, ttl=LONG).detach()
+    redis_sentinel.cut_off_replica()
+
+    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
+        Lease.attach(text)
+
+    eventually(lambda: not holders(name), SOON, "it is given back")
+    locks.reset()
+
+
 @pytest.fixture
 def cluster(settings: Settings) -> Iterator[list[Redis]]:
     """A cluster of the test's own, behind the alias "default", which knows the first of its masters."""
