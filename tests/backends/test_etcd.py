@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import LockBackendError, LockLost, LockNotAcquired, lock, locks
+from django_distlock import LockBackendError, LockLost, lock, locks
 from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Release
-from django_distlock.ground.naming import LONGEST_LISTED
 from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
@@ -26,7 +25,6 @@ from tests.fixtures.proxy import Proxy
 from .etcd_tools import (
     aliases,
     backend,
-    encoded,
     expire,
     keys,
     line,
@@ -95,17 +93,6 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
     for each in taken:
         assert each
         each.release()
-
-
-def test_a_refusal_leaves_nothing(etcd: Cluster, namespace: str) -> None:
-    with lock("x", using="elsewhere"):
-        revisions = [kv["mod_revision"] for kv in keys(etcd.members[0], f"{namespace}/x/").values()]
-
-        assert lock("x", using="locks", timeout=0).acquire() is None
-
-        assert len(line(etcd, namespace, "x")) == 1
-        assert not nodes()
-    assert len(revisions) == 1
 
 
 # The line.
@@ -311,26 +298,6 @@ def test_a_late_deletion_does_not_free_who_has_the_key_now(
         lease.check()
 
 
-def test_what_somebody_else_wrote_is_shown_harmlessly(member: EtcdMember, namespace: str) -> None:
-    hostile = "\n\x1b[2J\u202e\u2066"
-    holder = dict.fromkeys(("host", "thread", "task", "purpose"), hostile) | {"pid": 1}
-    written = json.dumps({"name": hostile * 1_000, "holder": holder})
-    for name, value in (("x", written), ("y", "no JSON")):
-        member.asks("/v3/kv/put", key=encoded(f"{namespace}/{name}/w-0-0"), value=encoded(value))
-    member.asks("/v3/kv/put", key=encoded(f"{namespace}/other"), value="")
-
-    with pytest.raises(LockNotAcquired) as busy:
-        lock("x", using="locks").enter(0)
-    shown = list(backend().held())
-
-    assert str(busy.value).isprintable()
-    assert [held.key for held in shown] == ["x", "y"]
-    assert shown[0].name.startswith(r"\n\x1b[2J\u202e\u2066")
-    for held in shown:
-        assert f"{held.name}{held.key}{held.holder}".isprintable()
-        assert len(held.name) <= LONGEST_LISTED
-
-
 @pytest.mark.parametrize("way", ["hold", "black_hole"])
 def test_a_line_that_is_silent_is_an_error_and_soon(
     proxy: Proxy, etcd: Cluster, namespace: str, settings: Settings, way: str
@@ -364,25 +331,6 @@ def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) ->
 # The session.
 
 
-def test_a_revoked_lease_is_a_lost_lock_and_the_next_lock_has_a_new_session(
-    etcd: Cluster, settings: Settings
-) -> None:
-    set_options(settings, session_timeout=4.0)
-    lease = lock("x", using="locks").acquire()
-    assert lease
-    told: list[str] = []
-    lease.on_lost(told.append)
-
-    expire(etcd)
-
-    with lock("x", using="elsewhere", timeout=0):
-        eventually(lambda: told)
-        with pytest.raises(LockLost):
-            lease.check()
-    with lock("x", using="locks", timeout=5) as again:
-        assert (again.fencing_token or 0) > (lease.fencing_token or 0)
-
-
 def test_a_waiter_whose_session_was_revoked_together_with_the_holder_before_it_is_not_served(
     etcd: Cluster,
 ) -> None:
@@ -398,23 +346,6 @@ def test_a_waiter_whose_session_was_revoked_together_with_the_holder_before_it_i
         assert eventually(lambda: stands(next_one, "elsewhere"))
         never(waiting.done, 0.5)
         backend("elsewhere").release(next_one)
-        waiting.result(20)
-
-
-def test_a_waiter_whose_key_was_deleted_is_served_all_the_same(
-    member: EtcdMember, etcd: Cluster, namespace: str
-) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, "x")
-        eventually(watched)
-        [node] = nodes()
-        member.asks("/v3/kv/deleterange", key=encoded(node.path))
-        eventually(lambda: len(line(etcd, namespace, "x")) == 2)
-
-        backend("elsewhere").release(holder)
-
         waiting.result(20)
 
 

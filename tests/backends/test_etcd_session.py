@@ -13,7 +13,6 @@ import pytest
 from django_distlock import (
     Lease,
     LockBackendError,
-    LockLost,
     LockNotAcquired,
     LockNotHeld,
     lock,
@@ -24,7 +23,7 @@ from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import aliases, backend, encoded, expire, line, watched
+from .etcd_tools import aliases, backend, expire, line, watched
 from .queue_tools import held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
@@ -103,22 +102,6 @@ def test_a_waiter_is_woken_though_its_watch_is_a_black_hole(
         proxy.pass_through()
 
         waiting.result(20)
-
-
-def test_a_holder_is_told_at_once_that_etcd_has_ended_its_session(
-    alias: None, etcd: Cluster, settings: Settings
-) -> None:
-    set_options(settings, session_timeout=60.0)
-    lease, told = held(ttl=60)
-    eventually(lambda: backend()._session._follower._watch)
-
-    expire(etcd)
-
-    # Long before the next renewal, which is after a third of the session.
-    eventually(lambda: not lease.held)
-    eventually(lambda: told)
-    with pytest.raises(LockLost, match="session"):
-        lease.check()
 
 
 def test_a_session_that_ended_before_its_watch_began_is_noticed_soon(
@@ -245,20 +228,3 @@ def test_a_leader_that_was_paused_takes_no_lock_from_a_holder_that_is_not_told(
         with suppress(LockNotHeld, LockBackendError):
             assert lease
             lease.release()
-
-
-def test_a_watch_turns_from_a_member_that_hangs(frail: Cluster) -> None:
-    gateway = backend()._gateway
-    first = gateway._members[0]
-    [member] = [each for each in frail.members if each.port == first.port]
-    member.pause()
-    try:
-        watch = gateway.watch({"key": encoded("x")})
-        assert list(watch) == []
-        assert watch.has_failed
-        gateway.failed(watch)
-        watch.connection.close()
-    finally:
-        member.resume()
-
-    assert gateway._members[0] != first

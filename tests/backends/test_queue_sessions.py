@@ -211,22 +211,37 @@ def test_a_waiter_whose_session_has_ended_stands_in_line_again(line: Side) -> No
         waiting.result(10)
 
 
-@pytest.mark.usefixtures("line")
-def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_back(
-    settings: Settings,
+def test_a_waiter_that_an_operator_has_deleted_is_served_all_the_same(line: Side) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take)
+        eventually(line.watched)
+        [node] = line.nodes()
+        line.delete(node)
+
+        locks["elsewhere"].release(holder)
+
+        waiting.result(10)
+
+
+def test_the_end_of_a_session_is_told_before_a_renewal_and_the_next_lock_has_a_new_one(
+    side: Side,
 ) -> None:
-    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
-    account = Account.objects.create(name="x", balance=100, opening_balance=100)
+    side.configure(session_timeout=50.0)
+    lease, told = held(ttl=60)
+    if isinstance(side.servers, Cluster):
+        eventually(lambda: etcd_tools.backend()._session._follower._watch)
 
-    for using in ("rows", "locks", "elsewhere", "rows"):
-        with lock("fee", using=using) as lease:
-            account = lease.claim(account)
-            account.balance -= 3
-            lease.save(account)
+    side.expire()
 
-    account.refresh_from_db()
-    assert account.balance == 88
-    account.delete()
+    [reason] = eventually(lambda: told)
+    assert "session" in reason
+    for verb in (lease.check, lease.release):
+        with pytest.raises(LockLost):
+            verb()
+    with lock("x", using="locks", timeout=5) as again:
+        assert (again.fencing_token or 0) > (lease.fencing_token or 0)
 
 
 @pytest.mark.usefixtures("line")

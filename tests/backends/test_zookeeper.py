@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import threading
 import time
@@ -15,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kazoo.exceptions import NoAuthError
 
-from django_distlock import LockBackendError, LockNotAcquired, lock, locks
-from django_distlock.backends.queue.labels import quoted
+from django_distlock import LockBackendError, lock, locks
 from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
 from django_distlock.engine.values import Release
-from django_distlock.ground.naming import LONGEST_LISTED
-from tests.contract.crew import waiting_for
-from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.eventually import eventually
 from tests.fixtures.proxy import Proxy
 
 from .queue_tools import Counter, proxied, rival, set_options, stands
@@ -160,30 +155,6 @@ def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
     assert sum(batch.deleted for batch in backend("locks").purge(0)) == 1
 
 
-# Nothing is left.
-
-
-async def test_200_tasks_that_wait_take_no_threads() -> None:
-    holder, served = rival("x"), 0
-    await asyncio.to_thread(stands, holder)
-    threads = threading.active_count()
-
-    async def read() -> None:
-        nonlocal served
-        async with lock("x", using="locks", shared=True, timeout=30):
-            served += 1
-
-    tasks = [asyncio.create_task(read()) for _ in range(WAITERS)]
-    await aeventually(lambda: waiting_for(backend(), "x") == WAITERS, 20)
-    assert len(nodes()) == 2  # one of them waits for all
-    assert threading.active_count() <= threads + 2
-
-    await backend().arelease(holder)
-    await asyncio.gather(*tasks)
-
-    assert served == WAITERS
-
-
 # Replies that are lost.
 
 
@@ -219,30 +190,6 @@ def test_a_node_like_ours_that_another_session_made_is_not_ours(client: Any, roo
     client.delete(node.path)
     client.create(node.path, ephemeral=True)
     eventually(lambda: backend().extend([ours]) == [False])
-
-
-def test_what_somebody_else_wrote_into_a_node_is_shown_harmlessly(client: Any, root: str) -> None:
-    hostile = "\n\x1b[2J\u202e\u2066"
-    holder = dict.fromkeys(("host", "thread", "task", "purpose"), hostile) | {"pid": 1}
-    written = json.dumps({"name": hostile * 10_000, "holder": holder}).encode()
-    folder = f"{root}/{quoted(hostile)}"
-    client.ensure_path(f"{root}/x")
-    client.ensure_path(folder)
-    for lock_node in (f"{root}/x", folder):
-        node = f"{lock_node}/{'0' * 16}-{'0' * 8}-w-"
-        client.create(node, written, ephemeral=True, sequence=True)
-
-    with pytest.raises(LockNotAcquired) as busy:
-        lock("x", using="locks").enter(0)
-    eventually(lambda: len(list(backend().held())) == 2)
-    shown = list(backend().held())
-
-    assert str(busy.value).isprintable()
-    assert r"\n\x1b[2J" in str(busy.value)
-    for held in shown:
-        assert held.name.startswith(r"\n\x1b[2J\u202e\u2066")
-        assert f"{held.name}{held.key}{held.holder}".isprintable()
-        assert len(held.name) <= LONGEST_LISTED
 
 
 def test_a_server_that_hangs_is_an_error_and_soon(
