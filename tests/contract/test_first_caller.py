@@ -42,7 +42,8 @@ class Loop:
 
     def take(self, using: str, name: str, *, shared: bool = False) -> Future[bool]:
         async def take() -> bool:
-            async with lock(name, using=using, timeout=60, shared=shared) as lease:
+            # A short ttl: what the server grants while the loop is blocked ends with it.
+            async with lock(name, using=using, timeout=60, ttl=5, shared=shared) as lease:
                 lease.check()
                 other = locks[using].request(name, ttl=20, holder=Holder.current())
                 return await locks[using].aprobe(other) is not None
