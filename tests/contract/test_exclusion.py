@@ -97,19 +97,6 @@ async def test_tasks_without_a_lock_lose_updates() -> None:
     assert account.balance < WORKERS * ROUNDS
 
 
-async def test_tasks_with_a_lock_lose_nothing(using: str, name: str) -> None:
-    account = Account()
-
-    async def work() -> None:
-        for _ in range(ROUNDS):
-            async with lock(name, using=using, timeout=30):
-                await account.araise_balance()
-
-    await asyncio.gather(*(work() for _ in range(WORKERS)))
-
-    assert account.balance == WORKERS * ROUNDS
-
-
 def test_threads_and_the_tasks_of_several_loops_exclude_each_other(using: str, name: str) -> None:
     account = Account()
 
