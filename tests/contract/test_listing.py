@@ -175,18 +175,6 @@ def test_the_holder_is_told_at_its_next_renewal(
     assert other.holds
 
 
-def test_a_holder_that_releases_after_the_force_is_told(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals
-) -> None:
-    lease = lock(name, using=using, ttl=30).acquire()
-    assert lease
-    [record] = _records(backend, rival())
-    assert backend.force_release(record.key, record.owner_digest)
-
-    with pytest.raises(LockNotHeld):
-        lease.release()
-
-
 @needs("cross_process")
 def test_a_holder_by_another_alias_of_the_same_place_is_told_at_once(
     name: str, sites: list[str]
