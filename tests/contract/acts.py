@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import ctypes
 import faulthandler
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from django_distlock import Lease, LockError, lock, lock_all, locks
+from django_distlock import Lease, LockError, lock, locks
 from django_distlock.conf import read_alias, read_settings
 from tests.fixtures.child import hear_word, say
 from tests.fixtures.eventually import eventually, never
@@ -94,22 +93,6 @@ def leave_with_daemons(names: list[str], **terms: Any) -> None:
     eventually(lambda: all(rounds[name] > 2 for name in names), 30)
 
 
-def cancel_and_end(names: list[str], **terms: Any) -> None:
-    """Cancel a task for each lock at a moment of its own, somewhere in its acquire, and end."""
-
-    async def take(name: str) -> None:
-        await lock(name, **terms).aacquire()
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(take(name)) for name in names]
-        for task in tasks:
-            await asyncio.sleep(0.0005)
-            task.cancel()
-        await asyncio.wait(tasks)
-
-    asyncio.run(main())
-
-
 def raise_balance(name: str, path: str, rounds: int, **terms: Any) -> None:
     """Read a number in a file, work, write it back one higher; again and again."""
     with lock(f"{name}:another", **terms):
@@ -130,16 +113,6 @@ def attach(text: str) -> int | None:
         say("attached", token=lease.fencing_token, name=lease.name)
         hear_word("leave")
     return lease.fencing_token
-
-
-def take_both(names: list[str], rounds: int, **terms: Any) -> int:
-    """Take several locks at once, again and again; return how often that worked."""
-    say("ready")
-    hear_word("go")
-    for _ in range(rounds):
-        with lock_all(*names, **terms):
-            time.sleep(WORK)
-    return rounds
 
 
 def fork_inside(name: str, *, by_c: bool, **terms: Any) -> bool:

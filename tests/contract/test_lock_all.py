@@ -14,7 +14,6 @@ from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock, loc
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
-from tests.fixtures.processes import Child
 
 from .crew import start, together, waiting_for
 from .faults import Faulty
@@ -40,13 +39,6 @@ def test_all_are_held_and_all_are_freed(using: str, names: list[str], rival: Riv
         assert not any(other.tries() for other in others)
 
     assert all(other.tries() for other in others)
-
-
-async def test_a_task_holds_them_all_too(using: str, names: list[str]) -> None:
-    async with lock_all(*names, using=using) as leases:
-        assert all(lease.held for lease in leases)
-
-    assert not any(lease.held for lease in leases)
 
 
 @pytest.mark.parametrize("busy", [0, 1, 2])
@@ -137,23 +129,6 @@ def test_threads_that_want_them_in_opposite_orders_do_not_deadlock(
     forwards, backwards = names, names[::-1]
 
     assert together(*(partial(work, order) for order in [forwards, backwards] * 2)) == [10] * 4
-
-
-@needs("cross_process")
-def test_processes_that_want_them_in_opposite_orders_do_not_deadlock(
-    child: Callable[..., Child], using: str, names: list[str]
-) -> None:
-    rounds = 25  # so many that the second child is still in time if it is late at its start
-    children = [
-        child("take_both", names=order, rounds=rounds, using=using, timeout=30)
-        for order in (names, names[::-1])
-    ]
-    for each in children:
-        each.expect("ready")
-    for each in children:
-        each.tell("go")
-
-    assert [each.result(40) for each in children] == [rounds] * 2
 
 
 @needs("leased")
@@ -248,12 +223,6 @@ async def test_a_place_that_is_busy_leaves_a_task_none(using: str, names: list[s
     assert not any(lease.held for lease in leases)
 
 
-def test_a_lock_with_a_limit_is_another_one_than_that_without(using: str, name: str) -> None:
-    with lock_all(name, lock(name, using=using, limit=2), using=using) as (whole, part):
-        assert whole is not part
-        assert [whole.place, part.place in {0, 1}] == [None, True]
-
-
 def test_a_name_on_two_aliases_is_two_locks(using: str, name: str, rival: Rivals) -> None:
     both = lock_all(lock(name, using="prefixed"), name, using=using, timeout=0)
 
@@ -270,19 +239,6 @@ def test_a_name_on_two_aliases_is_two_locks(using: str, name: str, rival: Rivals
     assert leases
     both.release()
     assert not any(lease.held for lease in leases)
-
-
-def test_two_aliases_share_one_timeout(using: str, name: str, rival: Rivals, tick: float) -> None:
-    rival(site="prefixed").takes()
-    both = lock_all(lock(name, using="prefixed"), lock(name, using=using), timeout=4 * tick)
-    began = time.monotonic()
-
-    with pytest.raises(LockNotAcquired) as caught, both:
-        pytest.fail("one of them is held by somebody else")
-
-    assert caught.value.name == name
-    assert time.monotonic() - began >= 4 * tick
-    assert not lock(name, using=using).locked()
 
 
 def test_aliases_of_one_server_do_not_deadlock(sites: list[str], names: list[str]) -> None:
