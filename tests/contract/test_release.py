@@ -63,14 +63,6 @@ def test_who_holds_it_is_told_without_trying(
     assert (found is not None) is profile.names_holder
 
 
-def test_leaving_the_with_releases(using: str, name: str) -> None:
-    with lock(name, using=using) as lease:
-        assert lock(name, using=using).locked()
-
-    assert not lease.held
-    assert not lock(name, using=using).locked()
-
-
 @needs("typical")
 def test_after_a_rollback_its_caller_takes_it_again_at_once(using: str, name: str) -> None:
     for _ in range(3):
@@ -211,18 +203,6 @@ class TestWhenTheReplyIsLost:
             assert not rival().tries()
 
         assert rival().tries()
-
-    @pytest.mark.usefixtures("is_never_hung")
-    async def test_a_task_gets_its_own_grant_too(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
-    ) -> None:
-        faulty.lose_replies("try_acquire")
-
-        async with lock(name, using=using) as lease:
-            assert lease.held
-            assert not await asyncio.to_thread(rival().tries)
-
-        assert await asyncio.to_thread(rival().tries)
 
     @pytest.mark.usefixtures("is_never_hung")
     def test_an_acquire_whose_replies_are_all_lost_leaves_nothing(
