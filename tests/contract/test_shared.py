@@ -30,17 +30,6 @@ def test_readers_hold_it_at_once(using: str, name: str) -> None:
     assert together(read, read, read, read) == [True] * 4
 
 
-def test_a_reader_excludes_writers(using: str, name: str, rival: Callable[..., Rival]) -> None:
-    writer, reader = rival(), rival(shared=True)
-
-    with lock(name, using=using, shared=True):
-        assert not writer.tries()
-        assert reader.tries()
-        reader.leaves()
-
-    assert writer.tries()
-
-
 def test_a_writer_excludes_readers_and_writers(
     using: str, name: str, rival: Callable[..., Rival]
 ) -> None:
