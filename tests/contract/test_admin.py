@@ -12,7 +12,7 @@ from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
-from django_distlock import LockNotHeld, lock, locks, operators
+from django_distlock import LockNotHeld, lock, operators
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.operators import Row
 from tests.fixtures.eventually import eventually
@@ -86,20 +86,6 @@ def test_the_next_holder_is_not_freed(
     assert not LogEntry.objects.filter(object_id=row.held.key)
 
 
-@needs("min_hold")
-def test_what_min_hold_reserves_is_shown_and_freed(
-    using: str, name: str, operator: Client, rival: Rivals
-) -> None:
-    with lock(name, using=using, min_hold=600):
-        pass
-
-    [row] = shown(operator, using, name, state="reserved")
-
-    assert row.remaining.startswith("until ")
-    assert force(operator, row) == ["1 lock was released."]
-    assert rival().tries()
-
-
 @needs("shared", "lists_readers")
 def test_each_reader_is_shown_and_one_alone_is_freed(
     using: str, name: str, operator: Client, backend: BaseLockBackend, rival: Rivals
@@ -115,19 +101,3 @@ def test_each_reader_is_shown_and_one_alone_is_freed(
     assert told == ["1 lock was released."]
     eventually(lambda: len(shown(operator, using, name)) == 1, 20, "one of them is gone")
     assert [one.holds, two.holds].count(True) == 1
-
-
-def test_an_alias_that_cannot_list_is_not_the_end_of_the_others(
-    using: str, name: str, operator: Client, settings: Any
-) -> None:
-    down = "django_distlock.backends.redis.RedisBackend"
-    settings.DISTLOCK = {
-        **settings.DISTLOCK,
-        "down": {"BACKEND": down, "OPTIONS": {"location": "redis://127.0.0.1:1"}},
-    }
-    with lock(name, using=using):
-        page = operator.get(LIST, {"q": name})
-
-    assert list(page.context["problems"]) == ["down"]
-    assert name in page.content.decode()
-    locks.close()
