@@ -115,21 +115,6 @@ async def test_a_task_cancelled_while_it_takes_its_place_in_the_queue_leaves_not
     await _becomes_free(other)
 
 
-@needs("typical")
-async def test_a_timeout_of_asyncio_around_an_acquire_leaves_nothing(
-    using: str, name: str, rival: Rivals
-) -> None:
-    holder, other = rival(), rival()
-    await asyncio.to_thread(holder.takes)
-
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1), lock(name, using=using, timeout=None):
-            pytest.fail("the lock is held by somebody else")
-
-    await asyncio.to_thread(holder.leaves)
-    await _becomes_free(other)
-
-
 async def test_a_task_cancelled_while_it_releases_has_released(
     faulty: Faulty, using: str, name: str, rival: Rivals
 ) -> None:
