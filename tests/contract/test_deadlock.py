@@ -192,17 +192,6 @@ class TestReaders:
 
         assert crossing.outcomes() == ["LockNotAcquired", "LockDeadlock"]
 
-    def test_a_reader_and_a_writer_that_want_the_lock_of_each_other(
-        self, backend: BaseLockBackend, name: str
-    ) -> None:
-        crossing = Crossing(backend, 2)
-        one, other = f"{name}:a", f"{name}:b"
-
-        crossing.add(by_thread, {"name": one, "shared": True}, {"name": other})
-        crossing.add(by_thread, {"name": other}, {"name": one})
-
-        assert crossing.outcomes() == ["held", "LockDeadlock"]
-
     def test_one_of_many_readers_is_enough(self, backend: BaseLockBackend, name: str) -> None:
         crossing = Crossing(backend, 2)
         one, other = f"{name}:a", f"{name}:b"
