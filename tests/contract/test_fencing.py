@@ -11,7 +11,6 @@ import pytest
 from django_distlock import Lease, lock
 from django_distlock.backends.base import BaseLockBackend
 
-from .crew import elsewhere
 from .profiles import needs
 from .rivals import Rival
 
@@ -80,17 +79,3 @@ def test_a_reentry_and_an_extension_keep_it(using: str, name: str) -> None:
         outer.extend()
         with lock(name, using=using) as inner:
             assert inner.fencing_token == outer.fencing_token == token
-
-
-@needs("detach")
-def test_a_hand_over_keeps_it(using: str, name: str) -> None:
-    lease = lock(name, using=using).acquire()
-    assert lease
-    text = lease.detach()
-
-    def go_on() -> int:
-        with Lease.attach(text) as attached:
-            return _token(attached)
-
-    assert elsewhere(go_on) == lease.fencing_token
-    assert _one_holding(using, name) > _token(lease)
