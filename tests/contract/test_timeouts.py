@@ -53,10 +53,6 @@ class TestWhileSomebodyElseHoldsIt:
         with try_lock(name, using=using) as lease:
             assert lease is None
 
-    async def test_so_does_that_of_a_task(self, using: str, name: str) -> None:
-        async with try_lock(name, using=using) as lease:
-            assert lease is None
-
     def test_a_timeout_is_kept_and_never_early(self, using: str, name: str, tick: float) -> None:
         began = time.monotonic()
 
@@ -83,17 +79,6 @@ class TestWhileSomebodyElseHoldsIt:
         assert (caught.value.holder is not None) is (is_known or profile.names_holder)
         assert (caught.value.remaining is not None) is (is_known or profile.tells_end)
         assert caught.value.remaining is None or 0 < caught.value.remaining <= 30
-
-    async def test_async_with_raises_as_well(
-        self, using: str, name: str, held: str, profile: Profile
-    ) -> None:
-        with pytest.raises(LockNotAcquired) as caught:
-            async with lock(name, using=using, timeout=0):
-                pytest.fail("the lock is held by somebody else")
-
-        is_known = held == "by this process" or profile.names_holder
-        assert (caught.value.holder is not None) is is_known
-        assert not await lock(name, using=using, timeout=0).aacquire()
 
 
 def _stopped(how: str) -> AbstractContextManager[object]:
