@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from tests.fixtures.processes import Child
 
 from .acts import WIDTH
 from .crew import elsewhere, start
-from .profiles import lacks, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 LIMIT = 3
@@ -263,23 +262,6 @@ def test_many_threads_are_never_more_than_the_limit(using: str, name: str) -> No
     assert max(most) <= LIMIT
 
 
-@needs("typical")
-async def test_many_tasks_are_never_more_than_the_limit(using: str, name: str) -> None:
-    inside, most = 0, 0
-
-    async def work() -> None:
-        nonlocal inside, most
-        async with lock(name, using=using, limit=LIMIT, timeout=60) as lease:
-            inside += 1
-            most = max(most, inside)
-            await asyncio.sleep(0.1)
-            inside -= 1
-            lease.check()
-
-    await asyncio.gather(*(work() for _ in range(12)))
-    assert 1 < most <= LIMIT
-
-
 @needs("cross_process")
 def test_processes_never_share_a_place(
     child: Callable[..., Child], using: str, name: str, tmp_path: Path
@@ -321,25 +303,6 @@ def test_the_places_of_killed_processes_come_free(
     assert take() is None
 
 
-@lacks("variant", "whole_seconds")
-@needs("cross_process", "leased")
-def test_a_frozen_holder_loses_its_place_and_frees_nobody(
-    child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
-) -> None:
-    holder = child("wake_up_late", using=using, name=name, limit=1, ttl=10 * tick)
-    holder.expect("held")
-    holder.stop()
-    assert take(1, timeout=20)
-    holder.tell("go on")
-    holder.cont()
-
-    told = holder.result(20)
-
-    assert told["check"] == "LockLost"
-    assert told["release"] in {"LockLost", "LockNotOwned"}
-    assert take(1) is None
-
-
 @needs("cross_process", "wakes_waiters")
 def test_a_release_in_another_process_wakes_the_waiter(
     child: Callable[..., Child], using: str, name: str, take: Taker
@@ -357,23 +320,15 @@ def test_a_release_in_another_process_wakes_the_waiter(
 
 
 @needs("leased")
-def test_a_place_comes_free_when_its_lease_ends(using: str, take: Taker, tick: float) -> None:
-    ttl = max(3 * tick, 2.0) if _counts_seconds(using) else 3 * tick
-    leases = take.all(ttl=ttl, renew=False)
+def test_a_place_comes_free_when_its_lease_ends(take: Taker, profile: Profile, tick: float) -> None:
+    ttl = 2.0 if "whole_seconds" in profile.traits else 3 * tick
+    leases = take.all(ttl=ttl, renew=False, timeout=20)  # one may end before its grant arrives
 
     got = elsewhere(lambda: take(timeout=20))
 
     assert got is not None
     assert all(lease.lost for lease in leases if lease.place == got.place)
     got.release()
-
-
-def _counts_seconds(using: str) -> bool:
-    try:
-        locks[using].check_ttl(0.5)
-    except ValueError:
-        return True
-    return False
 
 
 @lacks("variant")
@@ -398,15 +353,11 @@ def test_places_are_listed_and_freed_by_operators(using: str, name: str, take: T
     assert {held.name for held in shown} == {name}
     assert force_release(name, using) == 2
     assert not any(lease.held for lease in leases)
-    release_quietly(leases)
-    with take.lock():
-        pass
-
-
-def release_quietly(leases: list[Lease]) -> None:
     for lease in leases:
         with pytest.raises((LockNotHeld, LockNotOwned)):
             lease.release()
+    with take.lock():
+        pass
 
 
 @needs("detach")
