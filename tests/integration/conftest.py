@@ -1,16 +1,27 @@
-"""What tests of several kinds of tasks share."""
+"""What tests of several pages, commands and tasks share."""
 
 from __future__ import annotations
 
 import os
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.backends.conftest import database, server_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.integration.celery_tasks import Diary
+
+__all__ = ["database", "server_database"]
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test has locked."""
+    return f"integration:{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -24,3 +35,13 @@ def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
     # A test that failed must not keep the worker busy.
     diary.let_go(9)
     diary.close()
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Tasks of Celery run where they are sent."""
+    from testproject.celery import app
+
+    app.conf.task_always_eager = True
+    yield
+    app.conf.task_always_eager = False

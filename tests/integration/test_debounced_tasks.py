@@ -25,7 +25,6 @@ from tests.integration.debounced_tasks import AT_MOST, QUIET
 from tests.integration.test_celery import FORGIVING, began
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
@@ -235,13 +234,6 @@ def test_a_body_does_not_begin_before_the_name_is_free(
     assert (sent[1]["id"], sent[1]["countdown"]) == (first.id, LOOK_AGAIN)
     diary.let_go()
     assert run(sent[1], diary) == (None, "done")
-
-
-@pytest.fixture
-def eager() -> Iterator[None]:
-    app.conf.task_always_eager = True
-    yield
-    app.conf.task_always_eager = False
 
 
 @pytest.mark.usefixtures("eager")
