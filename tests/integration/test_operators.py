@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import sys
-import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import time_machine
 from django.core.management import CommandError, call_command
 
-from django_distlock import NotSupported, force_release, lock
+from django_distlock import lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import LONGEST
 from django_distlock.engine.values import Held, LockState
@@ -37,11 +36,6 @@ from .terminal import Terminal
 
 #: A lock of which nothing more is known.
 BARE = Held("fees", "fees", None, None, None, "digest")
-
-
-@pytest.fixture
-def name() -> str:
-    return f"operators:{uuid.uuid4().hex}"
 
 
 @pytest.fixture(autouse=True)
@@ -338,22 +332,3 @@ def test_errors_of_a_release_have_codes_of_their_own(settings: Any, name: str) -
         with pytest.raises(CommandError) as refused:
             call_command("release_lock", name, "--yes", *arguments)
         assert refused.value.returncode == code
-
-
-def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
-    other = lock(f"{name}:other", using="memory").acquire()
-    assert other
-    with lock(name, using="memory", min_hold=60):
-        pass
-
-    assert force_release(name, using="memory") == 1
-    other.release()
-    assert force_release(name, using="memory") == 0
-    assert lock(name, using="memory", timeout=0).acquire()
-
-
-def test_what_cannot_be_listed_cannot_be_released(settings: Any, name: str) -> None:
-    settings.DISTLOCK = {"default": DUMMY}
-
-    with pytest.raises(NotSupported):
-        force_release(name)
