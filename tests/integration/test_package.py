@@ -89,19 +89,6 @@ def test_the_package_index_shows_what_it_is_and_where_to_read_on(built: Path) ->
     assert metadata.get_all("Provides-Extra") == sorted(PROJECT["optional-dependencies"])
 
 
-def test_every_extra_is_of_use() -> None:
-    """What an extra installs is imported, by us or, for a driver of a database, by Django."""
-    sources = "".join(path.read_text() for path in (ROOT / "django_distlock").rglob("*.py"))
-    extras = {*PROJECT["optional-dependencies"]} - {"all", "demo"}
-    of_django = {"postgres", "mysql", "mysqlclient", "memcached"}
-    # Users try these names; a name that pip does not know is only a warning.
-    tried = {"etcd", "valkey", "django-redis"}
-
-    modules = {"zookeeper": "kazoo"}
-    for extra in extras - of_django - tried:
-        assert re.search(rf"(import|from) {modules.get(extra, extra)}\b", sources), extra
-
-
 # Translations.
 
 
