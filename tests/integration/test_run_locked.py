@@ -6,7 +6,6 @@ import re
 import select
 import signal
 import sys
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,15 +34,14 @@ pytestmark = pytest.mark.skipif(not IS_LINUX, reason="reads /proc, and calls set
 Start = Callable[..., Child]
 #: Says that it runs, and who it is; then waits.
 TICK = "echo runs $$; while :; do sleep 0.05; done"
-#: The same within quotes.
-QUOTED = TICK.replace("$", "\\$")
 #: An argument of sh -c: the same, but it does not listen to SIGTERM.
-STUBBORN = f"\"trap '' TERM; {QUOTED}\""
-
-
-@pytest.fixture
-def name() -> str:
-    return f"nightly-{uuid.uuid4().hex}"
+STUBBORN = "\"trap '' TERM; {}\"".format(TICK.replace("$", "\\$"))
+#: Commands that do not, or have started what does not.
+NOBODY_LISTENS = pytest.mark.parametrize(
+    "script",
+    [f"trap '' TERM; {TICK}", f"sh -c {STUBBORN} & wait", f"setsid sh -c {STUBBORN} & wait"],
+    ids=["command", "child", "session"],
+)
 
 
 @pytest.fixture
@@ -103,29 +101,13 @@ def test_the_command_knows_the_lock_and_its_exit_code_is_passed_on(start: Start,
     assert not lock(name).locked()
 
 
-@pytest.mark.parametrize("options", [[], ["--grace=5"]])
-def test_the_command_has_its_arguments_unchanged(
-    name: str, tmp_path: Path, options: list[str]
-) -> None:
+@pytest.mark.parametrize("option", ["", "--grace=5"])
+def test_the_command_has_its_arguments_unchanged(name: str, tmp_path: Path, option: str) -> None:
     script = f'printf "%s|" "$@" > {tmp_path}/told'
+    before = f"manage.py run_locked {name} {option} -- sh -c".split()
 
     with suppress(SystemExit):
-        Command().run_from_argv(
-            [
-                "manage.py",
-                "run_locked",
-                name,
-                *options,
-                "--",
-                "sh",
-                "-c",
-                script,
-                "sh",
-                "a",
-                "--",
-                "-b",
-            ]
-        )
+        Command().run_from_argv([*before, script, "sh", "a", "--", "-b"])
 
     assert (tmp_path / "told").read_text() == "a|--|-b|"
 
@@ -263,17 +245,6 @@ def test_a_command_that_is_stopped_can_be_ended(start: Start) -> None:
     assert child.wait() == 128 + signal.SIGTERM
 
 
-def test_a_killed_caller_takes_the_command_along(start: Start, name: str) -> None:
-    child = start(TICK, ttl=1)
-    pid = pid_of_command(child)
-
-    os.kill(child.pid, signal.SIGKILL)
-
-    eventually(lambda: has_ended(pid))
-    with lock(name, timeout=10):
-        pass
-
-
 def test_a_caller_that_stands_still_for_too_long_takes_the_command_along(
     start: Start, name: str
 ) -> None:
@@ -286,27 +257,6 @@ def test_a_caller_that_stands_still_for_too_long_takes_the_command_along(
 
     assert child.wait() == LOST
     assert "its lock is not extended any more" in child.stderr
-
-
-def test_the_command_is_ended_when_the_lock_is_lost(start: Start, name: str) -> None:
-    child = start(TICK, ttl=1)
-    pid = pid_of_command(child)
-
-    free(name)
-
-    assert child.wait() == LOST
-    assert has_ended(pid)
-    assert "was lost" in child.stderr
-
-
-def test_a_command_that_does_not_listen_is_killed(start: Start, name: str) -> None:
-    child = start(f"trap '' TERM; {TICK}", ttl=1, grace=0.2)
-    pid = pid_of_command(child)
-
-    free(name)
-
-    assert child.wait() == LOST
-    assert has_ended(pid)
 
 
 def test_on_a_kernel_that_lists_no_children_it_is_killed_too(
@@ -329,11 +279,11 @@ def run_without_lists(name: str, folder: str) -> None:
     run(name, ["sh", "-c", f"trap '' TERM; {TICK}"], {"ttl": 1, "grace": 0.2})
 
 
-@pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
-def test_what_the_command_has_started_ends_with_a_lost_lock(
-    start: Start, name: str, start_it: str
+@NOBODY_LISTENS
+def test_what_does_not_listen_is_killed_when_the_lock_is_lost(
+    start: Start, name: str, script: str
 ) -> None:
-    child = start(f"{start_it} {STUBBORN} & wait", ttl=1, grace=0.2)
+    child = start(script, ttl=1, grace=0.2)
     stubborn = pid_of_command(child)
 
     free(name)
@@ -342,16 +292,16 @@ def test_what_the_command_has_started_ends_with_a_lost_lock(
     assert has_ended(stubborn)
 
 
-@pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
-def test_what_the_command_has_started_ends_with_a_killed_caller(
-    start: Start, start_it: str
-) -> None:
-    child = start(f"{start_it} {STUBBORN} & wait", grace=0.2)
+@NOBODY_LISTENS
+def test_a_killed_caller_takes_all_of_it_along(start: Start, name: str, script: str) -> None:
+    child = start(script, ttl=1, grace=0.2)
     stubborn = pid_of_command(child)
 
     os.kill(child.pid, signal.SIGKILL)
 
     eventually(lambda: has_ended(stubborn))
+    with lock(name, timeout=10):
+        pass
 
 
 def test_a_killed_supervisor_takes_the_command_along(start: Start) -> None:
