@@ -144,12 +144,6 @@ class AsyncGet(View):
         return await is_held()
 
 
-class AsyncMethod(View):
-    @distributed_lock(NAME)
-    async def get(self, request: HttpRequest) -> HttpResponse:
-        return await is_held()
-
-
 @method_decorator(distributed_lock("item:{item_id}"), name="dispatch")
 class ItemDispatch(View):
     def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
@@ -258,7 +252,6 @@ urlpatterns = [
     path("non-atomic-async/", non_atomic_async_view),
     path("async-dispatch/", AsyncDispatch.as_view()),
     path("async-get/", AsyncGet.as_view()),
-    path("async-method/", AsyncMethod.as_view()),
     path("item-dispatch/<int:item_id>/", ItemDispatch.as_view()),
     path("item-get/<int:item_id>/", ItemGet.as_view()),
     path("item-method/<int:item_id>/", ItemMethod.as_view()),
@@ -273,7 +266,7 @@ urlpatterns = [
 pytestmark = pytest.mark.urls(__name__)
 
 ATOMIC_KINDS = ("/function/", "/rest/", "/decorated-dispatch/", "/decorated-method/")
-ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-get/", "/async-method/")
+ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-get/")
 REFUSING_KINDS = ("/refusing/", "/refusing-async/", "/refusing-class/")
 
 
@@ -398,23 +391,16 @@ def test_unlocked_requests_at_once_do_lose_updates(account: Account) -> None:
 # Transactions.
 
 
-@pytest.mark.usefixtures("atomic_requests")
 @pytest.mark.parametrize("url", ATOMIC_KINDS)
-def test_under_atomic_requests_the_transaction_is_inside_the_lock(
-    client: Client, events: Journal, url: str
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_the_transaction_of_atomic_requests_is_inside_the_lock(
+    client: Client, events: Journal, url: str, is_atomic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", is_atomic)
+
     client.get(url)
 
-    assert events == [("acquired", False), ("body", True), ("released", False)]
-
-
-@pytest.mark.parametrize("url", ATOMIC_KINDS)
-def test_without_atomic_requests_there_is_no_transaction(
-    client: Client, events: Journal, url: str
-) -> None:
-    client.get(url)
-
-    assert events == [("acquired", False), ("body", False), ("released", False)]
+    assert events == [("acquired", False), ("body", is_atomic), ("released", False)]
 
 
 @pytest.mark.usefixtures("atomic_requests")
