@@ -3,7 +3,6 @@
 import re
 import signal
 import threading
-import uuid
 from typing import Any
 
 import pytest
@@ -29,9 +28,8 @@ def hold(name: str, *, is_advised: bool) -> None:
 
 @pytest.mark.parametrize("is_advised", [True, False], ids=["advised", "plain"])
 def test_a_command_that_turns_sigterm_into_an_exception_releases_its_lock(
-    spawn: Spawn, is_advised: bool
+    spawn: Spawn, name: str, is_advised: bool
 ) -> None:
-    name = f"nightly-{uuid.uuid4().hex}"
     child = spawn(f"{__name__}:hold", name=name, is_advised=is_advised)
     child.expect("held")
 
