@@ -21,7 +21,7 @@ __all__ = ["database", "server_database"]
 @pytest.fixture
 def name() -> str:
     """A name that no other test has locked."""
-    return f"integration:{uuid.uuid4().hex}"
+    return f"integration:{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture

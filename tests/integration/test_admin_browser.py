@@ -64,11 +64,6 @@ def operator(site: str, open_browser: OpenBrowser) -> Start:
     return start
 
 
-@pytest.fixture
-def name() -> str:
-    return f"browser:{uuid.uuid4().hex[:12]}"
-
-
 def row_of(name: str) -> MethodLock:
     return MethodLock.objects.get(method_name=server_key(name))
 
