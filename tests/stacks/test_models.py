@@ -15,29 +15,20 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
 
-def test_subclasses_of_a_polymorphic_queryset_are_claimed(name: str) -> None:
-    Car.objects.create(name=name)
-    rows = Vehicle.objects.filter(name=name)
-    with lock("cars", reentrant=False) as lease:
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [(Car, Vehicle.objects.all), (Restaurant, Place.objects.select_subclasses)],
+    ids=["polymorphic", "model_utils"],
+)
+def test_subclasses_of_a_queryset_are_claimed(name: str, kind: type[Any], rows: Any) -> None:
+    kind.objects.create(name=name)
+    rows = rows().filter(name=name)
+    with lock("rows", reentrant=False) as lease:
         (late,) = lease.claim(rows)
-    with lock("cars", reentrant=False) as lease:
+    with lock("rows", reentrant=False) as lease:
         (newest,) = lease.claim(rows)
 
-        assert isinstance(newest, Car)
-        with pytest.raises(StaleFencingToken):
-            late.save()
-        newest.save()
-
-
-def test_subclasses_of_model_utils_are_claimed(name: str) -> None:
-    Restaurant.objects.create(name=name)
-    rows = Place.objects.filter(name=name).select_subclasses()
-    with lock("places", reentrant=False) as lease:
-        (late,) = lease.claim(rows)
-    with lock("places", reentrant=False) as lease:
-        (newest,) = lease.claim(rows)
-
-        assert isinstance(newest, Restaurant)
+        assert isinstance(newest, kind)
         with pytest.raises(StaleFencingToken):
             late.save()
         newest.save()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from django_distlock import StaleFencingToken, lock, locked
+from django_distlock import Lease, StaleFencingToken, lock, locked
 
 from .models import FENCED
 
@@ -28,33 +28,24 @@ def test_a_locked_row_is_read_again_and_saved(row: Any) -> None:
     assert type(row).objects.get(pk=row.pk).amount == 49
 
 
-def test_a_late_holder_of_a_row_is_refused(row: Any) -> None:
-    with lock("rows", reentrant=False) as lease:
-        late = lease.claim(row)
-    with lock("rows", reentrant=False) as lease:
-        newest = lease.claim(row)
-
-        with pytest.raises(StaleFencingToken):
-            late.save()
-        newest.amount = 7
-        newest.save()
-
-    assert type(row).objects.get(pk=row.pk).amount == 7
-
-
-def test_a_late_holder_of_a_queryset_is_refused(row: Any) -> None:
+@pytest.mark.parametrize("is_queryset", [False, True])
+def test_a_late_holder_is_refused(row: Any, is_queryset: bool) -> None:
     rows = type(row).objects.filter(pk=row.pk)
+
+    def claimed(lease: Lease) -> Any:
+        return next(iter(lease.claim(rows))) if is_queryset else lease.claim(row)
+
     with lock("rows", reentrant=False) as lease:
-        (late,) = lease.claim(rows)
+        late = claimed(lease)
     with lock("rows", reentrant=False) as lease:
-        (newest,) = lease.claim(rows)
+        newest = claimed(lease)
 
         with pytest.raises(StaleFencingToken):
             late.save()
         newest.amount = 7
         newest.save()
 
-    assert type(row).objects.get(pk=row.pk).amount == 7
+    assert rows.get().amount == 7
 
 
 def test_a_row_is_locked_in_a_transaction(row: Any) -> None:
