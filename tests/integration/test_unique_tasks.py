@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from celery import chain, group, shared_task
 from celery.app.trace import trace_task
-from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import TaskRevokedError, WorkerLostError
 from celery.states import IGNORED, RETRY
 from celery.utils import uuid
 from django.db import transaction
@@ -40,7 +40,7 @@ from tests.integration.test_celery import FORGIVING, began
 from tests.integration.unique_tasks import LEASE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from celery.result import AsyncResult
     from pytest_django import Settings
@@ -104,6 +104,7 @@ def test_sent_again_while_it_runs_it_is_the_one_that_runs(
 ) -> None:
     first = send_to(worker, "once", diary)
     began(diary, 1)
+    never(lambda: is_free(diary), LEASE + 2)  # its lease is renewed
 
     again = [send_to(worker, "once", diary) for _ in range(3)]
 
@@ -137,29 +138,6 @@ def test_it_works_in_every_pool(start_workers: StartWorkers, diary: Diary, pool:
     worker.stop()
 
 
-def test_when_it_has_ended_it_runs_again(worker: CeleryWorker, diary: Diary) -> None:
-    diary.let_go(2)
-    first = send_to(worker, "once", diary)
-    assert first.get(timeout=30) == "done"
-    eventually(lambda: is_free(diary))
-
-    second = send_to(worker, "once", diary)
-
-    assert second.get(timeout=30) == "done"
-    assert second.id != first.id
-
-
-def test_while_it_runs_its_lease_is_renewed(worker: CeleryWorker, diary: Diary) -> None:
-    first = send_to(worker, "once", diary)
-    began(diary, 1)
-
-    never(lambda: is_free(diary), LEASE + 2)
-
-    assert send_to(worker, "once", diary).id == first.id
-    diary.let_go()
-    assert first.get(timeout=30) == "done"
-
-
 def test_the_holder_is_the_task_before_it_runs_too(worker: CeleryWorker, diary: Diary) -> None:
     result = send_to("nobody-works-here", "once", diary)
     with pytest.raises(LockNotAcquired) as caught:
@@ -178,33 +156,21 @@ def test_a_lock_that_no_such_task_holds_is_no_silence(diary: Diary) -> None:
     assert caught.value.holder.pid == os.getpid()
 
 
+@pytest.mark.parametrize("down", [[], ["abandon", "take_over"]], ids=["", "its server is down too"])
 def test_a_task_that_could_not_be_sent_is_free(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OperationalError("the broker is gone")
-
-    monkeypatch.setattr(app, "send_task", fail)
-
-    with pytest.raises(OperationalError):
-        send_to("nobody-works-here", "once", diary)
-
-    assert is_free(diary)
-
-
-def test_a_task_that_could_not_be_sent_is_free_when_its_server_is_back(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary
+    monkeypatch: pytest.MonkeyPatch, diary: Diary, down: list[str]
 ) -> None:
     with monkeypatch.context() as patch:
 
         def fail(*_: Any, **__: Any) -> None:
-            for verb in ("abandon", "take_over"):
+            for verb in down:
                 patch.setattr(locks["redis"], verb, is_down)
             raise OperationalError("the broker is gone")
 
         patch.setattr(app, "send_task", fail)
         with pytest.raises(OperationalError):
             send_to("nobody-works-here", "once_within_a_minute", diary)
+        assert down or is_free(diary)
 
     eventually(lambda: is_free(diary), 10)
 
@@ -271,12 +237,7 @@ class Colour(str, enum.Enum):  # noqa: UP042 - its text is another one
     RED = "r"
 
 
-CHANGED = pytest.mark.parametrize(
-    "what", [(1, 2), {1: "a"}, Colour.RED], ids=["tuple", "key", "enum"]
-)
-
-
-@CHANGED
+@pytest.mark.parametrize("what", [(1, 2), {1: "a"}, Colour.RED], ids=["tuple", "key", "enum"])
 def test_arguments_that_json_changes_keep_their_name(
     worker: CeleryWorker, diary: Diary, what: Any
 ) -> None:
@@ -288,20 +249,6 @@ def test_arguments_that_json_changes_keep_their_name(
 
     assert sent().id == first.id
 
-    diary.let_go()
-    assert first.get(timeout=30) == "done"
-
-
-@CHANGED
-def test_so_do_those_of_a_retry(worker: CeleryWorker, diary: Diary, what: Any) -> None:
-    task = unique_tasks.with_arguments_retried
-    first = task.apply_async((diary.page, what), queue=worker.queue)
-    eventually(lambda: first.state == RETRY, 20)
-
-    assert task.apply_async((diary.page, what), queue=worker.queue).id == first.id
-
-    began(diary, 1)
-    assert task.apply_async((diary.page, what), queue=worker.queue).id == first.id
     diary.let_go()
     assert first.get(timeout=30) == "done"
 
@@ -361,25 +308,17 @@ def test_a_revoked_task_frees_the_name_when_a_worker_sees_it(
     assert events(diary) == []
 
 
-def test_a_message_that_waits_for_longer_than_its_lease_runs_if_there_is_no_other(
+def test_a_message_that_waits_for_longer_than_its_lease_gives_way_to_a_later_one_in_words(
     start_workers: StartWorkers, diary: Diary
 ) -> None:
     [worker] = start_workers(children=1, include=TASKS)
     worker.stop()
-    diary.let_go()
-    result = send_to(worker, "once", diary)
-    eventually(lambda: is_free(diary), LEASE + 2)
-
-    worker.launch()
-
-    assert result.get(timeout=40) == "done"
-    worker.stop()
-
-
-def test_and_gives_way_to_a_later_one_in_words(start_workers: StartWorkers, diary: Diary) -> None:
-    [worker] = start_workers(children=1, include=TASKS)
-    worker.stop()
     diary.let_go(2)
+    alone = send_to(worker, "once", diary)
+    eventually(lambda: is_free(diary), LEASE + 2)
+    worker.launch()
+    assert alone.get(timeout=40) == "done"
+    worker.stop()
     lost = send_to(worker, "once", diary)
     eventually(lambda: is_free(diary), LEASE + 2)
     later = send_to(worker, "once_within_a_minute", diary)
@@ -391,7 +330,7 @@ def test_and_gives_way_to_a_later_one_in_words(start_workers: StartWorkers, diar
         lost.get(timeout=40)
     assert later.id in str(caught.value)
     assert later.get(timeout=20) == "done"
-    assert events(diary) == ["began", "ended"]
+    assert events(diary) == ["began", "ended"] * 2
     worker.stop()
 
 
@@ -458,47 +397,49 @@ def test_a_name_that_is_free_at_the_start_lets_several_run(
     assert [first.get(timeout=30), second.get(timeout=30)] == ["done", "done"]
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ({"until": "now"}, "until must be"),
-        ({"until": "start", "again": True}, "again=True waits"),
-        ({"again": "yes"}, "again"),
-    ],
-)
-def test_words_that_do_not_go_together_are_refused(words: dict[str, Any], problem: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=problem):
-
-        @unique_task("x", **words)
-        def task() -> None: ...
-
-
 # What dies.
 
 
 def test_a_retry_keeps_the_name_and_finds_itself_not_busy(
     worker: CeleryWorker, diary: Diary
 ) -> None:
-    first = send_to(worker, "retried", diary)
-    eventually(lambda: first.state == "RETRY", 20)
+    """Even if JSON has changed the arguments that the name is made of."""
+    name = f"once:{diary.page}:(1, 2)"
 
-    never(lambda: is_free(diary), LEASE + 1)
-    assert send_to(worker, "retried", diary).id == first.id
+    def sent() -> AsyncResult:
+        task = unique_tasks.with_arguments_retried
+        return task.apply_async((diary.page, (1, 2)), queue=worker.queue)
+
+    def is_free() -> bool:
+        return not lock(name, using="redis").locked()
+
+    first = sent()
+    eventually(lambda: first.state == RETRY, 20)
+    never(is_free, LEASE + 1)
+    assert sent().id == first.id
 
     began(diary, 1)
-    assert not is_free(diary)
+    assert sent().id == first.id
     diary.let_go()
     assert first.get(timeout=30) == "done"
-    eventually(lambda: is_free(diary))
+    eventually(is_free)
 
 
-def test_a_killed_child_frees_the_name_within_its_lease(worker: CeleryWorker, diary: Diary) -> None:
+@pytest.mark.parametrize(
+    ("end", "error"), [("killed", WorkerLostError), ("revoked", TaskRevokedError)]
+)
+def test_a_killed_child_frees_the_name_within_its_lease(
+    worker: CeleryWorker, diary: Diary, end: str, error: type[Exception]
+) -> None:
     result = send_to(worker, "once", diary)
     [first] = began(diary, 1)
 
-    send(first.pid, signal.SIGKILL)
+    if end == "killed":
+        send(first.pid, signal.SIGKILL)
+    else:
+        result.revoke(terminate=True, signal="SIGKILL")
 
-    with pytest.raises(WorkerLostError):
+    with pytest.raises(error):
         result.get(timeout=30)
     eventually(lambda: is_free(diary), LEASE + 1)
 
@@ -598,28 +539,6 @@ def test_what_is_sent_while_a_copy_is_left_out_is_sent(diary: Diary) -> None:
     assert not is_free(diary)
 
 
-def test_a_hard_time_limit_frees_the_name_within_its_lease(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    result = send_to(worker, "hung", diary)
-
-    with pytest.raises(TimeLimitExceeded):
-        result.get(timeout=30)
-
-    eventually(lambda: is_free(diary), LEASE + 1)
-
-
-def test_a_task_that_is_revoked_while_it_runs_frees_the_name_within_its_lease(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    result = send_to(worker, "once", diary)
-    began(diary, 1)
-
-    result.revoke(terminate=True, signal="SIGKILL")
-
-    eventually(lambda: is_free(diary), LEASE + 2)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "cold"])
 def test_a_worker_that_is_shut_down_leaves_nothing(
     start_workers: StartWorkers, diary: Diary, number: signal.Signals
@@ -694,13 +613,6 @@ def test_on_commit_it_is_locked_at_the_commit(worker: CeleryWorker, diary: Diary
     assert events(diary) == ["began", "ended"]
 
 
-@pytest.fixture
-def eager() -> Iterator[None]:
-    app.conf.task_always_eager = True
-    yield
-    app.conf.task_always_eager = False
-
-
 @pytest.mark.usefixtures("eager")
 def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
     diary.let_go(2)
@@ -773,36 +685,32 @@ def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> Non
         task.delay()
 
 
-def test_wrong_terms_are_refused() -> None:
-    def task(shop_id: int) -> str:
-        return f"import:{shop_id}"
-
-    with pytest.raises(ValueError, match="field 'shop'"):
-        unique_task("import:{shop}")(task)
-    with pytest.raises(TypeError, match="must be text"):
-        unique_task(42)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="lease"):
-        unique_task("import:{shop_id}", lease=0)
-    with pytest.raises(ValueError, match="field 'self'"):
-        unique_task("import:{self}", bind=True)(lambda self: None)
-    with pytest.raises(TypeError, match="write the lock's name first, without name="):
-        unique_task(name="import:{shop_id}")
-    with pytest.raises(TypeError, match="write the lock's name first, without name="):
-        unique_task(name=lambda shop_id: f"import:{shop_id}")
-    with pytest.raises(TypeError, match=r"write @unique_task\(\.\.\.\) above"):
-        unique_task(task, lease=60)
+def imported(shop_id: int) -> str:
+    return f"import:{shop_id}"
 
 
 @pytest.mark.parametrize(
-    ("words", "instead"),
+    ("decorate", "error", "problem"),
     [
-        ({"ttl": 60}, "has no 'ttl'; use lease"),
-        ({"timeout": 60}, "has no 'timeout'; .* again=True"),
-        ({"limit": 3}, "has no 'limit'; .* @distributed_lock below"),
-        ({"on_busy": skip("x")}, "has no 'on_busy'; .* @distributed_lock below"),
-        ({"renew": False}, "has no 'renew'; leave it out"),
+        (lambda: unique_task("import:{shop}")(imported), ValueError, "field 'shop'"),
+        (lambda: unique_task("{self}", bind=True)(lambda self: 0), ValueError, "field 'self'"),
+        (lambda: unique_task("x", lease=0), ValueError, "lease"),
+        (lambda: unique_task("x", until="now")(imported), ValueError, "until must be"),
+        (lambda: unique_task("x", until="start", again=True)(imported), ValueError, "True waits"),
+        (lambda: unique_task("x", again="yes")(imported), TypeError, "again"),
+        (lambda: unique_task(42), TypeError, "must be text"),
+        (lambda: unique_task(imported, lease=60), TypeError, r"write @unique_task\(\.\.\.\) above"),
+        (lambda: unique_task(name="{shop_id}"), TypeError, "write the lock's name first, without"),
+        (lambda: unique_task(name=imported), TypeError, "name first, without name="),
+        (lambda: unique_task("x", ttl=60), TypeError, "has no 'ttl'; use lease"),
+        (lambda: unique_task("x", timeout=60), TypeError, "has no 'timeout'; .* again=True"),
+        (lambda: unique_task("x", limit=3), TypeError, "'limit'; .* @distributed_lock below"),
+        (lambda: unique_task("x", on_busy=skip()), TypeError, "'on_busy'; .* @distributed_lock"),
+        (lambda: unique_task("x", renew=False), TypeError, "has no 'renew'; leave it out"),
     ],
 )
-def test_words_of_a_lock_are_refused(words: dict[str, Any], instead: str) -> None:
-    with pytest.raises(TypeError, match=instead):
-        unique_task("x", **words)
+def test_wrong_words_are_refused(
+    decorate: Callable[[], object], error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        decorate()

@@ -40,13 +40,6 @@ def free_at_start(page: str) -> str:
     return body(page)
 
 
-@unique(bind=True)
-def retried(self: Any, page: str) -> str:
-    if self.request.retries == 0:
-        raise self.retry(countdown=LEASE + 2)
-    return body(page)
-
-
 @unique(autoretry_for=(Again,), default_retry_delay=1)
 def retried_by_itself(page: str) -> str:
     diary = Diary(page)
@@ -63,16 +56,6 @@ def not_lost(page: str) -> str:
     return body(page)
 
 
-@unique(time_limit=2)
-def hung(page: str) -> str:
-    return body(page)
-
-
-@unique(soft_time_limit=1)
-def told_to_end(page: str) -> str:
-    return body(page)
-
-
 @unique()
 def step(page: str, *_: Any) -> str:
     return body(page)
@@ -81,21 +64,6 @@ def step(page: str, *_: Any) -> str:
 @unique_task(using="redis", lease=LEASE)
 def by_all_arguments(page: str, day: str = "today") -> str:
     return body(page)
-
-
-@unique_task("once:{page}", lease=LEASE)
-def in_the_database(page: str) -> str:
-    return body(page)
-
-
-@unique_task(lambda page, **_: f"once:{page}", using="redis", lease=LEASE)
-def named_by_a_function(page: str, *, day: str) -> str:
-    return body(page)
-
-
-@unique()
-def failing(page: str) -> None:
-    raise Again(page)
 
 
 class SentSlowly(Task):  # type: ignore[misc]  # Celery has no types
@@ -111,11 +79,6 @@ class SentSlowly(Task):  # type: ignore[misc]  # Celery has no types
 
 @shared_task(base=SentSlowly)
 def sent_slowly(page: str) -> None: ...
-
-
-@shared_task
-def joined(parts: list[str], *_: Any) -> str:
-    return "+".join(parts)
 
 
 @shared_task
