@@ -107,18 +107,6 @@ def instead(busy: LockNotAcquired, *args: Any) -> str:
 
 
 @shared_task
-@locked(on_busy=skip("skipped"))
-def skips(page: str) -> str:
-    return body(page)
-
-
-@shared_task(bind=True)
-@locked(on_busy=skip("skipped"))
-def skips_bound(self: Any, page: str) -> str:
-    return body(page)
-
-
-@shared_task
 @locked(on_busy=instead)
 def calls(page: str) -> str:
     return body(page)
@@ -127,18 +115,6 @@ def calls(page: str) -> str:
 @shared_task(bind=True)
 @locked(on_busy=instead)
 def calls_bound(self: Any, page: str) -> str:
-    return body(page)
-
-
-@shared_task
-@locked()
-def raises(page: str) -> str:
-    return body(page)
-
-
-@shared_task(bind=True)
-@locked()
-def raises_bound(self: Any, page: str) -> str:
     return body(page)
 
 
@@ -151,12 +127,6 @@ def retries(page: str) -> str:
 @shared_task(bind=True, max_retries=None)
 @locked(on_busy=retry(countdown=0.1))
 def retries_bound(self: Any, page: str) -> str:
-    return body(page)
-
-
-@shared_task(max_retries=None)
-@locked(limit=lambda page: 1, on_busy=retry(countdown=0.1))
-def retries_for_a_place(page: str) -> str:
     return body(page)
 
 
@@ -176,13 +146,6 @@ def told_to_end(page: str) -> str:
 @locked(ttl=SHORT)
 def long(page: str) -> str:
     return body(page)
-
-
-@shared_task
-@distributed_lock("page:{page}", using="redis", timeout=0, min_hold=20, on_busy=skip("skipped"))
-def tick(page: str) -> str:
-    Diary(page).write("ticked")
-    return "done"
 
 
 @shared_task
