@@ -689,24 +689,27 @@ def imported(shop_id: int) -> str:
     return f"import:{shop_id}"
 
 
+unchecked: Any = unique_task  # by mypy, which sees some of these mistakes
+
+
 @pytest.mark.parametrize(
     ("decorate", "error", "problem"),
     [
-        (lambda: unique_task("import:{shop}")(imported), ValueError, "field 'shop'"),
-        (lambda: unique_task("{self}", bind=True)(lambda self: 0), ValueError, "field 'self'"),
-        (lambda: unique_task("x", lease=0), ValueError, "lease"),
-        (lambda: unique_task("x", until="now")(imported), ValueError, "until must be"),
-        (lambda: unique_task("x", until="start", again=True)(imported), ValueError, "True waits"),
-        (lambda: unique_task("x", again="yes")(imported), TypeError, "again"),
-        (lambda: unique_task(42), TypeError, "must be text"),
-        (lambda: unique_task(imported, lease=60), TypeError, r"write @unique_task\(\.\.\.\) above"),
-        (lambda: unique_task(name="{shop_id}"), TypeError, "write the lock's name first, without"),
-        (lambda: unique_task(name=imported), TypeError, "name first, without name="),
-        (lambda: unique_task("x", ttl=60), TypeError, "has no 'ttl'; use lease"),
-        (lambda: unique_task("x", timeout=60), TypeError, "has no 'timeout'; .* again=True"),
-        (lambda: unique_task("x", limit=3), TypeError, "'limit'; .* @distributed_lock below"),
-        (lambda: unique_task("x", on_busy=skip()), TypeError, "'on_busy'; .* @distributed_lock"),
-        (lambda: unique_task("x", renew=False), TypeError, "has no 'renew'; leave it out"),
+        (lambda: unchecked("import:{shop}")(imported), ValueError, "field 'shop'"),
+        (lambda: unchecked("{self}", bind=True)(lambda self: 0), ValueError, "field 'self'"),
+        (lambda: unchecked("x", lease=0), ValueError, "lease"),
+        (lambda: unchecked("x", until="now")(imported), ValueError, "until must be"),
+        (lambda: unchecked("x", until="start", again=True)(imported), ValueError, "True waits"),
+        (lambda: unchecked("x", again="yes")(imported), TypeError, "again"),
+        (lambda: unchecked(42), TypeError, "must be text"),
+        (lambda: unchecked(imported, lease=60), TypeError, r"write @unique_task\(\.\.\.\) above"),
+        (lambda: unchecked(name="{shop_id}"), TypeError, "write the lock's name first, without"),
+        (lambda: unchecked(name=imported), TypeError, "name first, without name="),
+        (lambda: unchecked("x", ttl=60), TypeError, "has no 'ttl'; use lease"),
+        (lambda: unchecked("x", timeout=60), TypeError, "has no 'timeout'; .* again=True"),
+        (lambda: unchecked("x", limit=3), TypeError, "'limit'; .* @distributed_lock below"),
+        (lambda: unchecked("x", on_busy=skip()), TypeError, "'on_busy'; .* @distributed_lock"),
+        (lambda: unchecked("x", renew=False), TypeError, "has no 'renew'; leave it out"),
     ],
 )
 def test_wrong_words_are_refused(
