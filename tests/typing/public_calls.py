@@ -106,11 +106,6 @@ def take_a_lock(account: Account) -> None:
 
     with lock("a") as lease:
         assert_type(lease, Lease)
-    with lock_all("a", "b", timeout=5) as leases:
-        assert_type(leases, tuple[Lease, ...])
-    if taken := lock("a").acquire():
-        assert_type(taken, Lease)
-    assert_type(lock("a").acquire(), Lease | None)
     assert_type(lock("a").acquire(False), Lease | None)
     assert_type(lock("a").acquire(blocking=True, timeout=timedelta(seconds=5)), Lease | None)
     assert_type(lock("a").acquire(timeout=None), Lease | None)
@@ -161,12 +156,9 @@ def use_a_lease(lease: Lease, account: Account, accounts: QuerySet[Account]) -> 
     assert_type(lease.remaining, float)
     assert_type(lease.deadline, float)
     lease.check()
-    lease.on_lost(print)
     lease.on_lost(lambda reason: reason.upper())
     lease.extend()
-    lease.extend(60)
     lease.extend(timedelta(minutes=1))
-    assert_type(lease.detach(), str)
     assert_type(lease.detach(timedelta(minutes=5)), str)
     assert_type(Lease.attach("text"), Lease)
     lease.release()
@@ -214,10 +206,6 @@ def index_orders(shop_id: int) -> None: ...
 
 @unique_task
 def import_prices(shop_id: int) -> None: ...
-
-
-@unique_task(lease=60)
-def import_all() -> None: ...
 
 
 @tasks.unique_task
