@@ -165,18 +165,34 @@ def _step_clocks(servers: list[HasClock], seconds: float, _random: random.Random
     time.sleep(1.5)
 
 
+def _crash_all(ensemble: Ensemble | Cluster, _random: random.Random) -> None:
+    for member in ensemble.members:
+        member.kill()
+    ensemble.start()
+
+
+def _lose_one(ensemble: Ensemble | Cluster, what: str, chance: random.Random) -> None:
+    member = ensemble.leader if what == "leader" else chance.choice(ensemble.members)
+    member.kill()
+    time.sleep(0.5 + chance.random())
+    ensemble.start()
+
+
+def _ensemble_blows(ensemble: Ensemble | Cluster) -> list[Blow]:
+    lose = partial(_lose_one, ensemble)
+    return [
+        Blow("the leader of ZooKeeper or etcd is killed", "X", partial(lose, "leader")),
+        Blow("one of three members is killed", "X", partial(lose, "any")),
+        Blow("server restarts and has kept all its data", "X", partial(_crash_all, ensemble)),
+    ]
+
+
 def _clock_blows(servers: list[HasClock], ahead: str) -> list[Blow]:
     """Two blows: ahead, and back again; one that is back twice, or ahead twice, is not set at all."""
     return [
         Blow("server's clock jumps ahead", ahead, partial(_step_clocks, servers, STEP)),
         Blow("server's clock is set back", "X", partial(_step_clocks, servers, 0.0)),
     ]
-
-
-@contextmanager
-def _line(port: int) -> Iterator[Proxy]:
-    with Proxy(port) as proxy:
-        yield proxy
 
 
 # Databases.
@@ -215,7 +231,7 @@ def sqlite() -> Iterator[Arena]:
 def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
     """*blows*: the effect of a restart."""
     options = arena.pop("options", {})
-    with ClockedPostgreSQL() as server, _line(server.port) as line:
+    with ClockedPostgreSQL() as server, Proxy(server.port) as line:
         with server.admin() as admin:
             [version] = admin.execute("SHOW server_version").fetchone() or [""]
         yield Arena(
@@ -233,26 +249,6 @@ def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
             versions=[f"PostgreSQL {version.split()[0]}", f"psycopg {psycopg.__version__}"],
             **arena,
         )
-
-
-def postgres() -> AbstractContextManager[Arena]:
-    """Leases on PostgreSQL."""
-    return _on_postgres(DATABASE, "X", purge=True)
-
-
-def postgres_fair() -> AbstractContextManager[Arena]:
-    """Fair leases on PostgreSQL."""
-    return _on_postgres(DATABASE, "X", purge=True, options={"fair": True})
-
-
-def postgres_rowlock() -> AbstractContextManager[Arena]:
-    """Rows held by sessions of PostgreSQL."""
-    return _on_postgres(ROWLOCK, "F", **SESSION)
-
-
-def postgres_advisory() -> AbstractContextManager[Arena]:
-    """Advisory locks of PostgreSQL."""
-    return _on_postgres(ADVISORY, "F", **SESSION)
 
 
 class Standby(PostgreSQL):
@@ -332,7 +328,7 @@ def postgres_standby() -> Iterator[Arena]:
 
 @contextmanager
 def _on_mariadb(backend: str, restart: str, **arena: Any) -> Iterator[Arena]:
-    with MariaDB() as server, _line(server.port) as line:
+    with MariaDB() as server, Proxy(server.port) as line:
         with server.admin() as admin, admin.cursor() as cursor:
             cursor.execute("SELECT version()")
             [version] = cursor.fetchone()
@@ -351,21 +347,6 @@ def _on_mariadb(backend: str, restart: str, **arena: Any) -> Iterator[Arena]:
             versions=[f"MariaDB {version.partition('-')[0]}"],
             **arena,
         )
-
-
-def mariadb() -> AbstractContextManager[Arena]:
-    """Leases on MariaDB."""
-    return _on_mariadb(DATABASE, "X", purge=True)
-
-
-def mariadb_rowlock() -> AbstractContextManager[Arena]:
-    """Rows held by sessions of MariaDB."""
-    return _on_mariadb(ROWLOCK, "F", **SESSION)
-
-
-def mariadb_advisory() -> AbstractContextManager[Arena]:
-    """GET_LOCK() of MariaDB."""
-    return _on_mariadb(ADVISORY, "F", **{**SESSION, "shared": False})
 
 
 # Redis and memcached.
@@ -389,7 +370,7 @@ def _redis_versions(server: Redis) -> list[str]:
 def _on_redis(
     settings: dict[str, str], restart: Blow | None = None, **options: Any
 ) -> Iterator[Arena]:
-    with ClockedRedis(settings=settings) as server, _line(server.port) as line:
+    with ClockedRedis(settings=settings) as server, Proxy(server.port) as line:
         keeps = settings.get("appendonly") == "yes"
         kept = Blow("server restarts and has kept all its data", "X", partial(_crash, server))
         lost = Blow("server restarts and has lost its last writes", "F", partial(_crash, server))
@@ -406,16 +387,6 @@ def _on_redis(
             ],
             versions=_redis_versions(server),
         )
-
-
-def redis() -> AbstractContextManager[Arena]:
-    """Redis that keeps nothing."""
-    return _on_redis({})
-
-
-def redis_durable() -> AbstractContextManager[Arena]:
-    """Redis that writes each command to its disk, with fair locks."""
-    return _on_redis({"appendonly": "yes", "appendfsync": "always"}, fair=True)
 
 
 @contextmanager
@@ -475,7 +446,7 @@ def _on_redlock(*, fencing: bool) -> Iterator[Arena]:
     ttl = 2.0
     with ExitStack() as stack:
         servers = [stack.enter_context(ClockedRedis()) for _ in range(5)]
-        lines = [stack.enter_context(_line(server.port)) for server in servers]
+        lines = [stack.enter_context(Proxy(server.port)) for server in servers]
         names = [f"redis_{number}" for number in ("one", "two", "three", "four", "five")]
         options = {"servers": names, "fencing": fencing, "longest_ttl": ttl}
         # The guard lets a server that has just started grant nothing.
@@ -524,20 +495,10 @@ def _through(alias: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {**alias, "OPTIONS": options}
 
 
-def redlock() -> AbstractContextManager[Arena]:
-    """A majority of five Redis servers."""
-    return _on_redlock(fencing=False)
-
-
-def redlock_fencing() -> AbstractContextManager[Arena]:
-    """The same, with fencing tokens."""
-    return _on_redlock(fencing=True)
-
-
 @contextmanager
 def memcached() -> Iterator[Arena]:
     """memcached."""
-    with ClockedMemcached() as server, _line(server.port) as line:
+    with ClockedMemcached() as server, Proxy(server.port) as line:
 
         def cache(port: int) -> dict[str, Any]:
             kind = "django.core.cache.backends.memcached.PyMemcacheCache"
@@ -587,19 +548,7 @@ def zookeeper() -> Iterator[Arena]:
     with ExitStack() as stack:
         ensemble = ClockedEnsemble()
         stack.enter_context(ensemble)
-        lines = [stack.enter_context(_line(member.port)) for member in ensemble.members]
-
-        def lose(what: str, chance: random.Random) -> None:
-            member = ensemble.leader if what == "leader" else chance.choice(ensemble.members)
-            member.kill()
-            time.sleep(0.5 + chance.random())
-            ensemble.start()
-
-        def crash_all(_chance: random.Random) -> None:
-            for member in ensemble.members:
-                member.kill()
-            ensemble.start()
-
+        lines = [stack.enter_context(Proxy(member.port)) for member in ensemble.members]
         clocks = [each for each in ensemble.members if isinstance(each, ClockedMember)]
         options = {"session_timeout": session, "io_timeout": 1.5}
         hosts = ",".join(f"{HOST}:{line.port}" for line in lines)
@@ -612,12 +561,7 @@ def zookeeper() -> Iterator[Arena]:
             free_within=15.0,
             shared=True,
             purge=True,
-            blows=[
-                Blow("the leader of ZooKeeper or etcd is killed", "X", partial(lose, "leader")),
-                Blow("one of three members is killed", "X", partial(lose, "any")),
-                Blow("server restarts and has kept all its data", "X", crash_all),
-                *_clock_blows(list[HasClock](clocks), "X"),
-            ],
+            blows=[*_ensemble_blows(ensemble), *_clock_blows(list[HasClock](clocks), "X")],
             versions=[f"ZooKeeper {release}, three servers"],
         )
 
@@ -628,21 +572,10 @@ def etcd() -> Iterator[Arena]:
     session = 2.0
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster())
-        lines = [stack.enter_context(_line(member.port)) for member in cluster.members]
-
-        def lose(what: str, chance: random.Random) -> None:
-            member = cluster.leader if what == "leader" else chance.choice(cluster.members)
-            member.kill()
-            time.sleep(0.5 + chance.random())
-            cluster.start()
+        lines = [stack.enter_context(Proxy(member.port)) for member in cluster.members]
 
         def hang_one(chance: random.Random) -> tuple[float, float]:
             return _hang(chance.choice(cluster.members), chance)
-
-        def crash_all(_chance: random.Random) -> None:
-            for member in cluster.members:
-                member.kill()
-            cluster.start()
 
         options = {"session_timeout": session, "io_timeout": 2.0}
         endpoints = [f"{HOST}:{line.port}" for line in lines]
@@ -653,12 +586,7 @@ def etcd() -> Iterator[Arena]:
             ttl=session,
             free_within=15.0,
             shared=True,
-            blows=[
-                Blow("the leader of ZooKeeper or etcd is killed", "X", partial(lose, "leader")),
-                Blow("one of three members is killed", "X", partial(lose, "any")),
-                Blow("one of three members hangs", "X", hang_one),
-                Blow("server restarts and has kept all its data", "X", crash_all),
-            ],
+            blows=[*_ensemble_blows(cluster), Blow("one of three members hangs", "X", hang_one)],
             versions=[f"etcd {cluster.members[0].status['version']}, three members"],
         )
 
@@ -693,20 +621,20 @@ def careless() -> Iterator[Arena]:
 ARENAS: dict[str, Make] = {
     "memory": memory,
     "sqlite": sqlite,
-    "postgres": postgres,
-    "postgres-fair": postgres_fair,
+    "postgres": partial(_on_postgres, DATABASE, "X", purge=True),
+    "postgres-fair": partial(_on_postgres, DATABASE, "X", purge=True, options={"fair": True}),
     "postgres-standby": postgres_standby,
-    "postgres-rowlock": postgres_rowlock,
-    "postgres-advisory": postgres_advisory,
-    "mariadb": mariadb,
-    "mariadb-rowlock": mariadb_rowlock,
-    "mariadb-advisory": mariadb_advisory,
-    "redis": redis,
-    "redis-durable": redis_durable,
+    "postgres-rowlock": partial(_on_postgres, ROWLOCK, "F", **SESSION),
+    "postgres-advisory": partial(_on_postgres, ADVISORY, "F", **SESSION),
+    "mariadb": partial(_on_mariadb, DATABASE, "X", purge=True),
+    "mariadb-rowlock": partial(_on_mariadb, ROWLOCK, "F", **SESSION),
+    "mariadb-advisory": partial(_on_mariadb, ADVISORY, "F", **{**SESSION, "shared": False}),
+    "redis": partial(_on_redis, {}),
+    "redis-durable": partial(_on_redis, {"appendonly": "yes", "appendfsync": "always"}, fair=True),
     "redis-sentinel": redis_sentinel,
     "redis-cluster": redis_cluster,
-    "redlock": redlock,
-    "redlock-fencing": redlock_fencing,
+    "redlock": partial(_on_redlock, fencing=False),
+    "redlock-fencing": partial(_on_redlock, fencing=True),
     "memcached": memcached,
     "zookeeper": zookeeper,
     "etcd": etcd,
