@@ -79,45 +79,39 @@ def loop() -> Iterator[Loop]:
 
 @needs("typical")
 def test_a_task_whose_loop_is_blocked_holds_up_nobody(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
+    name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
 ) -> None:
-    holder = rival(ttl=60)
-    holder.takes()
-    task = loop.take(using, name)
-    eventually(lambda: waiting_for(backend, name) == 1)
-    threads = [start(lambda: take_and_release(using, name)) for _ in range(3)]
-    eventually(lambda: waiting_for(backend, name) == 4)
-
-    with loop.blocked():
-        holder.leaves()
-        for each in threads:
-            assert each.result(30)
-        assert not task.done()
-
-    assert task.result(30)
+    _is_passed_over(name, backend, rival, loop, shared=False)
 
 
 @needs("shared")
 @needs("typical")
 def test_a_task_whose_loop_is_blocked_holds_up_no_reader(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
+    name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
+) -> None:
+    _is_passed_over(name, backend, rival, loop, shared=True)
+
+
+def _is_passed_over(
+    name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop, *, shared: bool
 ) -> None:
     holder = rival(ttl=60)
     holder.takes()
-    task = loop.take(using, name, shared=True)
+    task = loop.take(backend.alias, name, shared=shared)
     eventually(lambda: waiting_for(backend, name) == 1)
 
-    def read() -> bool:
-        with lock(name, using=using, shared=True, timeout=60) as lease:
+    def take() -> bool:
+        with lock(name, using=backend.alias, timeout=30, shared=shared) as lease:
             return lease.held
 
-    readers = [start(read) for _ in range(3)]
+    others = [start(take) for _ in range(3)]
     eventually(lambda: waiting_for(backend, name) == 4)
 
     with loop.blocked():
         holder.leaves()
-        for each in readers:
+        for each in others:
             assert each.result(30)
+        assert not task.done()
 
     assert task.result(30)
 
