@@ -70,16 +70,6 @@ PAGE = """{% load distlock %}<form method="post">{% csrf_token %}{% edit_lock ed
 {% if not edit.is_read_only %}<button>Save</button>{% endif %}</form>"""
 
 
-FORMS = """{% load distlock %}{% for edit in edits %}<form method="post">{% csrf_token %}
-{% edit_lock edit %}</form>{% endfor %}"""
-
-
-def several(request: HttpRequest) -> HttpResponse:
-    rows = Account.objects.filter(pk__in=request.GET.getlist("pk"))
-    edits = [edit_lock(request, row) for row in rows]
-    return HttpResponse(engines["django"].from_string(FORMS).render({"edits": edits}, request))
-
-
 def rename(request: HttpRequest, pk: int) -> HttpResponse:
     account = get_object_or_404(Account, pk=pk)
     edit = edit_lock(request, account)
@@ -118,7 +108,6 @@ def addresses() -> tuple[Any, ...]:
         path("admin/", site.urls),
         path("jsi18n/", JavaScriptCatalog.as_view(), name="jsi18n"),
         path("rename/<int:pk>/", rename, name="rename"),
-        path("several/", several, name="several"),
         path("edit-lock/", edit_lock_view, name="distlock_edit_lock"),
     )
 

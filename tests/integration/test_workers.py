@@ -59,8 +59,7 @@ class Combination:
     @property
     def is_cooperative(self) -> bool:
         """Whether requests of a worker process share one thread: greenlets or tasks."""
-        kinds = {"gunicorn-gevent", "uwsgi-gevent", "eventlet", "uvicorn", "uvicorn-uvloop"}
-        return self.kind in kinds
+        return self.kind in {"gunicorn-gevent", "uwsgi-gevent", "uvicorn", "uvicorn-uvloop"}
 
 
 def combinations(*pairs: tuple[str, str]) -> list[Any]:

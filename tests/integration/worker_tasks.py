@@ -37,10 +37,5 @@ def wait(name: str) -> float:
     return _now() - began
 
 
-@shared_task
-def ping() -> int:
-    return os.getpid()
-
-
 def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
