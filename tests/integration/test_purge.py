@@ -312,20 +312,20 @@ def test_counter_that_guard_holds_is_left_and_not_waited_for(
 def test_two_purges_at_once_delete_each_row_once(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
-    for number in range(300):
+    for number in range(100):
         old(f"{number}")
 
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(purge, batch_size=7) for _ in range(2)]
 
-    assert sum(deleted(run.result()) for run in runs) == 300
+    assert sum(deleted(run.result()) for run in runs) == 100
     assert names(database, prefix) == counters(database, prefix) == set()
 
 
 def test_locks_in_use_are_taken_and_given_back_meanwhile(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
-    for number in range(1000):
+    for number in range(200):
         old(f"{number}")
     over = threading.Event()
 
@@ -339,7 +339,7 @@ def test_locks_in_use_are_taken_and_given_back_meanwhile(
 
     with ThreadPoolExecutor(1) as pool:
         times = pool.submit(use)
-        call_command("purge_stale_locks", batch_size=100, stdout=io.StringIO())
+        call_command("purge_stale_locks", batch_size=20, stdout=io.StringIO())
         over.set()
 
     assert names(database, prefix) == {"live"}
