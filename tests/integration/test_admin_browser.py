@@ -234,8 +234,7 @@ def test_it_says_so_where_users_log_in_on_another_host(open_browser: OpenBrowser
         eventually(lambda: someone.look()["status"] == STOPPED, 10, "the page says so")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 def test_nothing_is_cut_off(
     operator: Start, name: str, width: int, theme: str, tmp_path: Path
 ) -> None:
