@@ -235,17 +235,6 @@ def test_the_button_of_a_reader_takes_over_from_who_edits_by_now(
     assert chief.says() == ""
 
 
-def test_who_waits_is_told_when_it_is_free(editor: Start, account: Account) -> None:
-    ada, bob = editor("Ada"), editor("Bob")
-    ada.edit(account)
-    bob.edit(account)
-    assert "Being edited by Ada" in bob.says()
-
-    ada.open("/")
-
-    eventually(lambda: "Nobody edits this any more" in bob.says(), PATIENCE, "the reader is told")
-
-
 def test_a_form_may_come_and_go_without_its_page(editor: Start, account: Account) -> None:
     ada = editor("Ada")
     ada.open(reverse("index"))
