@@ -117,20 +117,6 @@ def test_the_same_name_twice_is_one_lock(using: str, name: str) -> None:
     assert not first.held
 
 
-def test_threads_that_want_them_in_opposite_orders_do_not_deadlock(
-    using: str, names: list[str]
-) -> None:
-    def work(order: list[str]) -> int:
-        for _ in range(10):
-            with lock_all(*order, using=using, timeout=30):
-                pass
-        return 10
-
-    forwards, backwards = names, names[::-1]
-
-    assert together(*(partial(work, order) for order in [forwards, backwards] * 2)) == [10] * 4
-
-
 @needs("leased")
 @pytest.mark.parametrize("call", ["with", "acquire", "async with", "aacquire"])
 def test_the_block_begins_only_while_all_are_held(
