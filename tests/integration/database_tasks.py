@@ -58,8 +58,3 @@ def see(folder: str) -> None:
 @debounced()
 async def asee(folder: str) -> None:
     Calls(folder).see()
-
-
-@debounced()
-def quiet(folder: str) -> str:
-    return body(folder)

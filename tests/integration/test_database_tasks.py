@@ -25,7 +25,7 @@ if not apps.is_installed("django_tasks_db"):
 DBTaskResult: Any = apps.get_model("django_tasks_database", "DBTaskResult")
 
 from tests.integration import database_tasks as tasks  # noqa: E402 - there must be tasks
-from tests.integration.database_tasks import AT_MOST, LEASE, QUIET  # noqa: E402 - as above
+from tests.integration.database_tasks import AT_MOST, LEASE  # noqa: E402 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,24 +166,6 @@ def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call
     eventually(calls.are_seen, AT_MOST + 5)
     assert calls.number > seconds * 20
     assert 1 < len(calls.seen) <= seconds / AT_MOST + 2
-
-
-def test_what_is_called_while_a_long_body_runs_is_run_after_it_once_too(
-    worker: Worker, folder: str
-) -> None:
-    first = tasks.quiet.enqueue(folder)
-    worker()
-    worker()
-    began(folder)
-
-    second = tasks.quiet.enqueue(folder)
-
-    assert second
-    assert tasks.quiet.enqueue(folder) is None
-    never(lambda: len(began(folder)) > 1, 3 * QUIET)
-    let_go(folder)
-    assert ended(first).return_value == "done"
-    assert len(began(folder, 2)) == 2
 
 
 def test_a_worker_that_is_killed_while_a_message_waits_does_no_harm(
