@@ -90,19 +90,6 @@ def test_who_finds_nothing_to_do_does_not_wait(pods: Pods) -> None:
     assert "Create model Parcel" in pods.output(looks[0])
 
 
-def test_the_app_makes_it_the_plain_command(pods: Pods) -> None:
-    apps = ("django_distlock.contrib.migrate",)
-    pods.start("migrate", apps=apps)
-    pods.began()
-    second = pods.start("migrate", apps=apps)
-    eventually(lambda: WAITS in pods.output(second), 60)
-
-    pods.let_go()
-
-    assert pods.wait() == [0, 0]
-    assert len(pods.began()) == 1
-
-
 def test_the_lock_of_an_alias_serves_as_well(pods: Pods) -> None:
     name = str(pods.folder / "elsewhere")
     pods.databases["elsewhere"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": name}
