@@ -49,6 +49,7 @@ class TestWhileSomebodyElseHoldsIt:
         assert lock(name, using=using).acquire(timeout=0) is None
         assert time.monotonic() - began < LATE
 
+    @needs("typical")
     def test_the_block_of_try_lock_runs_without_a_lease(self, using: str, name: str) -> None:
         with try_lock(name, using=using) as lease:
             assert lease is None

@@ -10,8 +10,10 @@ import pytest
 
 from django_distlock import lock
 
+from .profiles import needs
 from .rivals import Rival
 
+pytestmark = needs("typical")
 uvloop = pytest.importorskip("uvloop")  # there is none for each Python
 
 Rivals = Callable[..., Rival]
