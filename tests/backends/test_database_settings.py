@@ -11,7 +11,10 @@ from django.db import connections
 from django.db.transaction import atomic
 
 from django_distlock import LockBackendError, lock, locks
+from django_distlock.conf import DEFAULT_BACKEND
 from tests.fixtures.token_engine import tokens
+
+from .session_tools import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +70,24 @@ def test_an_object_that_cannot_be_copied_may_stand_in_the_settings(
     with lock(name, using="own") as lease:
         assert lease.held
     assert locks["own"].check(["own"]) == []
+
+
+@pytest.mark.server
+@pytest.mark.usefixtures("postgres")
+@pytest.mark.parametrize("path", [DEFAULT_BACKEND, *KINDS.values()])
+def test_locks_are_kept_where_transactions_only_read_by_default(
+    path: str, own: dict[str, Any], settings: Settings, name: str
+) -> None:
+    own |= connections.settings["postgres"]
+    own["OPTIONS"] = {**own["OPTIONS"], "options": "-c default_transaction_read_only=on"}
+    settings.DISTLOCK = {"own": {"BACKEND": path, "OPTIONS": {"using": "own"}}}
+
+    with lock(name, using="own"):
+        assert lock(name, using="own").locked()
+
+    with connections["own"].cursor() as cursor:
+        cursor.execute("SHOW transaction_read_only")
+        assert cursor.fetchone() == ("on",)
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 -- the first acquire, with a new connection
 SELECT pg_backend_pid();
-SELECT set_config('default_transaction_isolation', 'read committed', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
     ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
-    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3'),
-    ('default_transaction_read_only', 'off')
+    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
 PREPARE distlock_count(text, text, int) AS 
@@ -44,14 +44,14 @@ SELECT ok, (SELECT value FROM counted), (SELECT holder FROM django_distlock_fenc
 
 -- acquire, refused
 SELECT pg_backend_pid();
-SELECT set_config('default_transaction_isolation', 'read committed', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
     ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
-    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3'),
-    ('default_transaction_read_only', 'off')
+    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
 PREPARE distlock_count(text, text, int) AS 
@@ -72,7 +72,8 @@ SELECT ok, (SELECT value FROM counted), (SELECT holder FROM django_distlock_fenc
 
 -- probe
 SELECT pg_backend_pid();
-SELECT set_config('default_transaction_isolation', 'read committed', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1

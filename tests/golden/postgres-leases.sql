@@ -1,6 +1,7 @@
 -- the first acquire, with a new connection
 SELECT pg_backend_pid();
-SELECT set_config('default_transaction_isolation', 'read committed', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 WITH seen AS (

@@ -1,13 +1,13 @@
 -- the first acquire, with a new connection
 SELECT pg_backend_pid();
-SELECT set_config('default_transaction_isolation', 'read committed', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
     ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
-    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3'),
-    ('default_transaction_read_only', 'off')
+    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
 PREPARE distlock_row(text) AS SELECT c.holder FROM django_distlock_methodlock AS l LEFT JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = $1;PREPARE distlock_update0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR update ;PREPARE distlock_update11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR update SKIP LOCKED;PREPARE distlock_share0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR share ;PREPARE distlock_share11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR share SKIP LOCKED;;
@@ -33,14 +33,14 @@ WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s,
 
 -- acquire, refused
 SELECT pg_backend_pid();
-SELECT set_config('default_transaction_isolation', 'read committed', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
     ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
-    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3'),
-    ('default_transaction_read_only', 'off')
+    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
 PREPARE distlock_row(text) AS SELECT c.holder FROM django_distlock_methodlock AS l LEFT JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = $1;PREPARE distlock_update0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR update ;PREPARE distlock_update11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR update SKIP LOCKED;PREPARE distlock_share0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR share ;PREPARE distlock_share11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR share SKIP LOCKED;;

@@ -149,7 +149,8 @@ RETURNING l.owner
 """
 
 _SETTLE = f"""
-SELECT set_config('default_transaction_isolation', 'read committed', false), {_DURABLE.format("false")}
+SELECT set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_read_only', 'off', false), {_DURABLE.format("false")}
 """
 
 #: lock_not_available, serialization_failure, deadlock_detected.
@@ -360,7 +361,7 @@ def notes(raw: Any, seconds: float) -> Iterable[Any]:
 
 
 def configure(connection: BaseDatabaseWrapper) -> bool:
-    """Set READ COMMITTED and durable commits, whatever the role has set; return True if the session is ours alone.
+    """Set READ COMMITTED, writing and durable commits, whatever the role has set; return True if the session is ours alone.
 
     A session behind a pooler stays unchanged; statements that fail there because of their isolation are repeated.
     """
