@@ -332,3 +332,34 @@ def test_errors_of_a_release_have_codes_of_their_own(settings: Any, name: str) -
         with pytest.raises(CommandError) as refused:
             call_command("release_lock", name, "--yes", *arguments)
         assert refused.value.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["list_locks"], 1),
+        (["check_locks"], 1),
+        (["release_lock", "x", "--yes"], WRONG_ARGUMENTS),
+        (["run_locked", "x", "--", "true"], WRONG_ARGUMENTS),
+        (["reset_fences", "testproject.Account", "--yes"], WRONG_ARGUMENTS),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_function_that_finds_no_tenant_is_no_traceback(
+    command: list[str], code: int, settings: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings.DISTLOCK = {"default": {**MEMORY, "KEY_PREFIX": "tests.fixtures.tenancy.no_tenant"}}
+
+    with pytest.raises(CommandError) as refused:
+        call_command(*command)
+
+    assert refused.value.returncode == code
+    said = f"{refused.value} {capsys.readouterr().err}"
+    assert "DISTLOCK['default']: KEY_PREFIX, or" in said
+    assert "failed: LookupError('no tenant'). Run this command for a tenant, or let" in said
+
+
+def test_rows_are_purged_where_there_is_no_tenant(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {"KEY_PREFIX": "tests.fixtures.tenancy.no_tenant"}}
+
+    call_command("purge_stale_locks")

@@ -15,7 +15,13 @@ from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from django_distlock.management.base import LockCommand, add_options, wanted_aliases, write_rows
+from django_distlock.management.base import (
+    LockCommand,
+    add_options,
+    checked_backend,
+    wanted_aliases,
+    write_rows,
+)
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -88,7 +94,7 @@ def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
             raise StepFailed(step, str(error)) from error
         spent[step] = round((clock.wait_time() - began) * 1000, 2)
 
-    backend = locks[alias]
+    backend = checked_backend(alias)
     # The same at each check of a thread: some backends keep a row for each name.
     name = f"{PURPOSE}:{Holder.current().host}:{os.getpid()}:{threading.get_ident()}"
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ from django_distlock.ground.naming import printable
 from django_distlock.management.base import (
     LockCommand,
     add_options,
+    checked_backend,
     duration,
     wanted_aliases,
     write_rows,
@@ -71,6 +72,7 @@ class Command(LockCommand):
         failed: dict[str, str] = {}
         for alias in aliases:
             try:
+                checked_backend(alias)
                 wanted += [
                     (alias, held)
                     for held in holdings(alias)

@@ -30,6 +30,7 @@ from django_distlock.management.base import (
     WRONG_ARGUMENTS,
     LockCommand,
     add_lock,
+    checked_backend,
     command_error,
     duration,
     patience,
@@ -142,6 +143,7 @@ class Command(LockCommand):
         terms |= {"timeout": options["timeout"], "purpose": f"run_locked {Path(command[0]).name}"}
         code: int | None = None
         try:
+            checked_backend(options["using"])
             with lock(options["name"], **terms) as lease:
                 code = run(command, lease, grace, longest, ended_by)
         except (InvalidLockBackend, LockError, ValueError) as error:
