@@ -93,7 +93,7 @@ async def alead(
                 results.append(await work(lease))
                 if lease.lost:  # as above
                     lease.check()
-        except (LockNotHeld, LockBackendError) as error:
+        except (LockNotAcquired, LockNotHeld, LockBackendError) as error:
             if not _is_kept(results, error, lease):
                 await asyncio.sleep(_pause_after(error, lease, pauses))
                 continue
@@ -114,4 +114,6 @@ def _pause_after(error: BaseException, lease: Lease | None, pauses: Wait) -> flo
         is_loss = isinstance(error, LockNotHeld) and lease.lost
         if not is_loss and not is_loss_in_group(error, lease):
             raise error
-    return pauses.next_pause(longest=LONGEST_PAUSE) if isinstance(error, LockBackendError) else 0.0
+    # A lock that is busy for everybody, as in tests, is refused at once.
+    is_refused = isinstance(error, (LockNotAcquired, LockBackendError))
+    return pauses.next_pause(longest=LONGEST_PAUSE) if is_refused else 0.0

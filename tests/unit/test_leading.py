@@ -22,6 +22,7 @@ from django_distlock import (
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import waiting
 from django_distlock.signals import lock_busy
+from django_distlock.testing import override_locks
 from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
 from tests.fixtures.eventually import aeventually, eventually, never
 
@@ -139,6 +140,38 @@ def test_a_server_that_fails_is_asked_again(
 
     assert asyncio.run(alead("poller", work)) == "led"
     assert len(tries) > tried + 1
+
+
+@override_locks(busy=True)
+def test_it_does_not_spin_where_every_lock_is_refused_at_once() -> None:
+    stop = threading.Event()
+    refused: list[str] = []
+
+    def note(name: str, **_: object) -> None:
+        refused.append(name)
+
+    async def awork(lease: Lease) -> None:
+        await for_ever()
+
+    async def until_stopped() -> bool:
+        task = asyncio.create_task(alead("poller", awork))
+        await asyncio.to_thread(stop.wait)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    lock_busy.connect(note)
+    leading = start(lambda: lead("poller", lambda lease: "led", stop=stop))
+    task_leading = start(lambda: asyncio.run(until_stopped()))
+    try:
+        eventually(lambda: len(refused) > 4)
+        never(lambda: len(refused) > 100, 0.5)
+    finally:
+        stop.set()
+
+    assert leading.result(20) is None
+    assert task_leading.result(20)
+    lock_busy.disconnect(note)
 
 
 async def test_a_task_is_cancelled_at_a_loss_and_leads_again() -> None:
