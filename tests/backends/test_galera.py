@@ -8,6 +8,8 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import LockBackendError, lock, locks, transaction_lock
+from django_distlock.backends.database.connections import Unusable
+from django_distlock.backends.session.mysql import MODES, ONE_PRIMARY, must_know_all_locks
 from django_distlock.checks import check_servers
 from tests.fixtures.databases import migrate
 from tests.fixtures.mariadb import MariaDB
@@ -52,6 +54,19 @@ def test_locks_of_a_node_are_refused_at_first_use_and_by_check(
     assert message.hint is not None
     assert message.hint.startswith("Use leases: DatabaseBackend")
     locks.close()
+
+
+def test_a_member_of_group_replication_is_refused_if_there_are_several_primaries(
+    mariadb: MariaDB,
+) -> None:
+    with mariadb.admin() as admin, admin.cursor() as cursor:
+        cursor.execute(MODES)
+        modes = dict(cursor.fetchall())
+    must_know_all_locks("mysql", modes)  # MariaDB has no such variable
+    must_know_all_locks("mysql", {**modes, ONE_PRIMARY: "ON"})
+
+    with pytest.raises(Unusable, match=r"is a Group Replication with several primaries.*leases"):
+        must_know_all_locks("mysql", {**modes, ONE_PRIMARY: "OFF"})
 
 
 def test_a_lock_in_the_callers_transaction_is_refused(name: str) -> None:

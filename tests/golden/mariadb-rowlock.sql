@@ -8,7 +8,7 @@ SELECT VERSION(),
 SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION';
 SET SESSION innodb_lock_wait_timeout = %s;
-SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only');
+SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only', 'group_replication_single_primary_mode');
 SET SESSION max_statement_time = 0, idle_write_transaction_timeout = 0, idle_readonly_transaction_timeout = 0;
 SET SESSION autocommit = 0;
 SET SESSION wait_timeout = 60, idle_transaction_timeout = 60;
@@ -41,7 +41,7 @@ SELECT VERSION(),
 SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION';
 SET SESSION innodb_lock_wait_timeout = %s;
-SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only');
+SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only', 'group_replication_single_primary_mode');
 SET SESSION max_statement_time = 0, idle_write_transaction_timeout = 0, idle_readonly_transaction_timeout = 0;
 SET SESSION autocommit = 0;
 SET SESSION wait_timeout = 60, idle_transaction_timeout = 60;

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 LONGEST = 31_536_000
 #: Names of locks in one statement.
 BATCH = 250
+#: The variable of Group Replication that is OFF if it has several primaries.
+ONE_PRIMARY = "group_replication_single_primary_mode"
 
 # Raises the fencing token of %(key)s, and returns it as LAST_INSERT_ID; matches no row before the first use.
 _COUNT = f"""
@@ -54,23 +56,36 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 _WAS_USED = f"SELECT 1 FROM {COUNTER} WHERE value > %(token)s AND holder LIKE %(session)s LIMIT 1"
 
 
+# Needs no privilege. Variables that a server does not have are left out.
+MODES = f"SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only', '{ONE_PRIMARY}')"
+
+
 class OneServer(MySQL):
     """Refuses servers that do not know the locks of the others: the nodes of a cluster, a replica."""
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         super().prepare(connection)
         with connection.cursor() as cursor:
-            cursor.execute("SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only')")
-            is_on = {name for name, value in cursor.fetchall() if value != "OFF"}
-        if "wsrep_on" in is_on:
-            problem = (
-                f"the database {connection.alias!r} is a Galera cluster, each node of which has row locks and GET_LOCK "
-                "of its own: callers on two nodes would hold the same lock. Use leases, by DatabaseBackend"
-            )
-            raise Unusable(problem, "Use leases: DatabaseBackend works on a Galera cluster.")
-        if "read_only" in is_on:
-            problem = f"the database {connection.alias!r} is read-only, like a replica, {OWN_LOCKS}"
-            raise Unusable(problem, PRIMARY)
+            cursor.execute(MODES)
+            must_know_all_locks(connection.alias, dict(cursor.fetchall()))
+
+
+def must_know_all_locks(alias: str, modes: dict[str, str]) -> None:
+    """Raise Unusable if the server of *alias*, with these variables, does not know the locks of others."""
+    cluster = advice = ""
+    if modes.get("wsrep_on", "OFF") != "OFF":
+        cluster, advice = "Galera cluster", "DatabaseBackend works on a Galera cluster"
+    elif modes.get(ONE_PRIMARY) == "OFF":
+        cluster = "Group Replication with several primaries"
+        advice = "DatabaseBackend; or let Group Replication have a single primary"
+    if cluster:
+        problem = (
+            f"the database {alias!r} is a {cluster}, each node of which has row locks and GET_LOCK "
+            "of its own: callers on two nodes would hold the same lock. Use leases, by DatabaseBackend"
+        )
+        raise Unusable(problem, f"Use leases: {advice}.")
+    if modes.get("read_only", "OFF") != "OFF":
+        raise Unusable(f"the database {alias!r} is read-only, like a replica, {OWN_LOCKS}", PRIMARY)
 
 
 class MySQLSessions(SessionServer):
