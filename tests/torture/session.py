@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ def torture(
     *beside*: see run().
     """
     chosen = names or [*ARENAS]
+    for name in (*chosen, *(CONTROLS if report else ())):
+        if (folder / name).exists():
+            sys.exit(f"{folder / name} has the histories of another run: give another --folder.")
     seconds = minutes * 60 / len(chosen)
     _console.print(f"seed {seed}, {seconds:.0f} s each, histories in {folder}")
     with store() as rows:
