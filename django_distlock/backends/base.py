@@ -79,8 +79,6 @@ class BaseLockBackend(ABC):
     supports_extend: ClassVar[bool] = True
     #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.
     session_bound: ClassVar[bool] = False
-    #: The clock that ends a lease on the server: "server", "client", or "session" (it ends with that).
-    clock: ClassVar[str] = "server"
     #: Whether its verbs ask a database, which Django forbids in the thread of an event loop.
     asks_database: ClassVar[bool] = False
     #: The first part of its keys, for backends that share a table.

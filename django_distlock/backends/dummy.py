@@ -16,7 +16,6 @@ class DummyBackend(BaseLockBackend):
     supports_shared = True
     supports_detach = True
     supports_min_hold = True
-    clock = "client"
     waiting = Waiting(in_line=False)
 
     def try_acquire(

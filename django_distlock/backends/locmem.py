@@ -141,7 +141,6 @@ class LocMemBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_min_hold = True
-    clock = "client"
     #: All waiters are in the line of this process.
     waiting = Waiting(way=Way.LISTEN, look_again=1.0, writers_first=True, is_in_order=True)
 

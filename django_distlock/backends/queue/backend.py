@@ -29,7 +29,6 @@ class QueueBackend(StepsBackend):
     supports_fair = True
     supports_listing = True
     session_bound = True
-    clock = "session"
     waiting = Waiting(
         way=Way.LISTEN,
         queueing=Queueing.BY_TRYING,

@@ -54,7 +54,6 @@ class SessionBackend(BaseDatabaseBackend):
     """Locks that end with the connection that holds them, or once it has been silent for the ttl."""
 
     session_bound = True
-    clock = "session"
     #: What is written for each kind of server.
     servers: ClassVar[dict[str, type[SessionServer]]]
     #: Whether a lock is a row, which must be there before it is locked.
