@@ -15,6 +15,7 @@ from tests.torture.arenas import ARENAS, CONTROLS, Make
 from tests.torture.checker import Verdict
 from tests.torture.history import pack
 from tests.torture.run import run, store
+from tests.torture.session import torture
 
 pytestmark = [
     pytest.mark.server,
@@ -40,6 +41,13 @@ def test_no_promise_is_broken_while_processes_lines_and_the_server_fail(
     assert verdict.grants
     assert verdict.faults
     assert verdict.written["claimed"]
+
+
+def test_a_folder_with_the_histories_of_another_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+
+    with pytest.raises(SystemExit, match=r"memory has the histories of another run"):
+        torture(["memory"], minutes=1, seed=SEED, folder=tmp_path, report=None)
 
 
 def _tortured(name: str, make: Make, rows: PostgreSQL, folder: Path, seconds: float) -> Verdict:
