@@ -85,6 +85,8 @@ _TITLES = {
         "Whether this was done before cannot be found out now; try again later."
     ),
 }
+#: The attribute of a request that one idempotent() works on: others around its view let it pass.
+_MARK = "distlock_is_idempotent"
 #: Requests whose client may have gone: their tasks go on.
 _running: set[asyncio.Task[Any]] = set()
 
@@ -197,7 +199,8 @@ class _Once:
         """Return the key of the request, "" if the request passes without one, or its refusal."""
         request = self.request_in(args)
         sent = request.headers.get(HEADER)
-        if request.method in _SAFE or (sent is None and not self._required):
+        passes = request.method in _SAFE or hasattr(request, _MARK)
+        if passes or (sent is None and not self._required):
             return ""
         if sent is None:
             return refusal(args, 400, "missing-key")
@@ -255,6 +258,7 @@ class _Asked:
 
     def begin(self, stack: ExitStack) -> HttpResponse | Lease | None:
         """Return the answer to a repetition, a refusal, or the lease under which the view runs; None: it runs without one."""
+        self._mark(stack)
         try:
             # In a table it is looked for under the lock alone: a transaction may go on reading what it has read.
             if not self._is_in_transaction() and (answer := self._known()):
@@ -265,6 +269,7 @@ class _Asked:
             return self._without_lease(problem)
 
     async def abegin(self, stack: AsyncExitStack) -> HttpResponse | Lease | None:
+        self._mark(stack)
         try:
             if answer := await self._aknown():
                 return answer
@@ -272,6 +277,11 @@ class _Asked:
             return await self._aknown() or lease
         except (LockNotAcquired, LockBackendError, _CacheDown) as problem:
             return self._without_lease(problem)
+
+    def _mark(self, stack: ExitStack | AsyncExitStack) -> None:
+        """Mark the request until *stack* is closed."""
+        setattr(self._request, _MARK, True)
+        stack.callback(delattr, self._request, _MARK)
 
     def _known(self) -> HttpResponse | None:
         with _reading():

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.contrib.auth.models import AnonymousUser, Group, User
 from django.core.cache import caches
 from django.core.cache.backends.locmem import LocMemCache
@@ -109,6 +110,21 @@ def titled(response: Any) -> tuple[int, str]:
 
 
 # Repetitions.
+
+
+def test_of_two_decorators_the_outer_one_counts() -> None:
+    @idempotent()
+    @idempotent(scope="all")
+    async def apay(request: HttpRequest) -> HttpResponse:
+        return pay(request)
+
+    twice = idempotent(scope="all")(pay)
+    asked = request()
+    for call in (twice, async_to_sync(apay)):
+        first, second = call(asked), call(asked)
+        assert content(first) == content(second)
+        assert first.status_code == 201
+        assert second["Idempotency-Replayed"] == "true"
 
 
 def test_a_repetition_gets_the_answer_of_the_first_request() -> None:
