@@ -70,15 +70,15 @@ _PASSING = {401, 408, 409, 423, 425, 429}
 _PAGE = f"{DOCS}howto/idempotency.html#"
 #: What a refused request is told, by the anchor on that page.
 _TITLES = {
-    "missing-key": gettext_lazy("This request needs the header Idempotency-Key."),
+    "missing-key": gettext_lazy("This request needs the header %(header)s."),
     "wrong-key": gettext_lazy(
-        "An Idempotency-Key has 1 to 255 visible ASCII characters, without quotes, commas and backslashes."
+        "A value of %(header)s has 1 to 255 visible ASCII characters, without quotes, commas and backslashes."
     ),
     "under-way": gettext_lazy(
-        "The first request with this Idempotency-Key is still being worked on; try again later."
+        "The first request with this %(header)s is still being worked on; try again later."
     ),
     "other-request": gettext_lazy(
-        "This Idempotency-Key was used for a different request; use a new one."
+        "This %(header)s was used for a different request; use a new one."
     ),
     "too-large": gettext_lazy("This was done before, but its answer was too large to be kept."),
     "unavailable": gettext_lazy(
@@ -97,6 +97,7 @@ def idempotent(
     cache: str = DEFAULT_CACHE_ALIAS,
     using: str = DEFAULT_ALIAS,
     scope: Scope = None,
+    header: str = HEADER,
     required: bool = True,
     if_down: Literal["refuse", "run"] = "refuse",
 ) -> Decorator:
@@ -106,8 +107,9 @@ def idempotent(
     Keys are those of the logged-in user; *scope* is a text instead, for keys of all clients, or a function of
     the request that returns one. GET, HEAD, OPTIONS and TRACE pass.
 
-    *required*: whether a request without a key is refused (400), or passes. *if_down*: while the cache or the
-    lock server fails, "refuse" answers 503, "run" runs the view. ValueError for a request without a user.
+    *header*: the header that has the key. *required*: whether a request without one is refused (400), or passes.
+    *if_down*: while the cache or the lock server fails, "refuse" answers 503, "run" runs the view. ValueError for
+    a request without a user.
     """
     lifetime = math.ceil(seconds(keep, "keep"))
     if if_down not in {"refuse", "run"}:
@@ -117,7 +119,7 @@ def idempotent(
     flag(required, "required")
 
     def decorate(view: Any) -> Any:
-        once = _Once(view, lifetime, cache, using, scope, required, if_down == "run")
+        once = _Once(view, lifetime, cache, using, scope, header, required, if_down == "run")
         is_async = iscoroutinefunction(view) or is_async_view(view)
         wrapped = functools.wraps(view)((_async if is_async else _sync)(once))
         if not is_async:
@@ -138,6 +140,7 @@ class _Once:
         cache: str,
         using: str,
         scope: Scope,
+        header: str,
         required: bool,
         runs_if_down: bool,
     ) -> None:
@@ -147,7 +150,8 @@ class _Once:
         self.view, self.title = view, title_of(view)
         self.transactions = RequestTransactions(view)
         self.keep, self.cache, self.using = keep, cache, using
-        self.scope, self._required, self.runs_if_down = scope, required, runs_if_down
+        self.scope, self._header = scope, header
+        self._required, self.runs_if_down = required, runs_if_down
         self.terms = Terms(using=using, timeout=0, reentrant=False, template="idempotent:{key}")
         declared.add(self)
 
@@ -198,17 +202,20 @@ class _Once:
     def key_in(self, args: tuple[Any, ...]) -> str | HttpResponse:
         """Return the key of the request, "" if the request passes without one, or its refusal."""
         request = self.request_in(args)
-        sent = request.headers.get(HEADER)
+        sent = request.headers.get(self._header)
         passes = request.method in _SAFE or hasattr(request, _MARK)
         if passes or (sent is None and not self._required):
             return ""
         if sent is None:
-            return refusal(args, 400, "missing-key")
+            return self.refusal(args, 400, "missing-key")
         key = sent.strip()
         # The draft wants it in quotes, and most clients send it bare.
         if len(key) > 1 and key[0] == key[-1] == '"':
             key = key[1:-1]
-        return key if _KEY.fullmatch(key) else refusal(args, 400, "wrong-key")
+        return key if _KEY.fullmatch(key) else self.refusal(args, 400, "wrong-key")
+
+    def refusal(self, args: tuple[Any, ...], status: int, kind: str) -> HttpResponse:
+        return problem(args, status, _TITLES[kind] % {"header": self._header}, f"{_PAGE}{kind}")
 
     def owner(self, request: Any) -> str:
         """Return a text for whose the key is; ValueError if it is nobody's."""
@@ -296,20 +303,22 @@ class _Asked:
             return None
         answer = json.loads(stored)
         if answer["request"] != self._fingerprint:
-            return refusal(self._args, 422, "other-request")
+            return self._once.refusal(self._args, 422, "other-request")
         if answer["body"] is None:
-            return refusal(self._args, 410, "too-large")
+            return self._once.refusal(self._args, 410, "too-large")
         response = HttpResponse(base64.b64decode(answer["body"]), status=answer["status"])
         response.headers = ResponseHeaders({**answer["headers"], REPLAYED: "true"})
         return response
 
     def _without_lease(self, problem: Exception) -> HttpResponse | None:
         if isinstance(problem, LockNotAcquired):
-            response = refusal(self._args, 409, "under-way")
+            response = self._once.refusal(self._args, 409, "under-way")
             response["Retry-After"] = retry_after(problem) or "1"
             return response
         self._warn("Whether %s %s was done before is not known: %s", problem)
-        return None if self._once.runs_if_down else refusal(self._args, 503, "unavailable")
+        if self._once.runs_if_down:
+            return None
+        return self._once.refusal(self._args, 503, "unavailable")
 
     def _to_keep(self, response: Any) -> str | None:
         """Return what to store; None for an answer after which the request may be sent again."""
@@ -449,10 +458,6 @@ def _reading() -> Iterator[None]:
         yield
     except Exception as error:
         raise _CacheDown(repr(error)) from error
-
-
-def refusal(args: tuple[Any, ...], status: int, kind: str) -> HttpResponse:
-    return problem(args, status, _TITLES[kind], f"{_PAGE}{kind}")
 
 
 def rendered(response: Any, args: tuple[Any, ...]) -> Any:

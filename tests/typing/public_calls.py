@@ -283,7 +283,7 @@ def idempotent_view(request: HttpRequest, number: int) -> HttpResponse:
     return HttpResponse(number)
 
 
-@idempotent(keep=60, scope="all", required=False, if_down="run")
+@idempotent(keep=60, scope="all", header="X-GitHub-Delivery", required=False, if_down="run")
 async def idempotent_async_view(request: HttpRequest) -> HttpResponse:
     return HttpResponse()
 

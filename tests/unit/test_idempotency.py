@@ -156,6 +156,23 @@ def test_the_longest_key_is_none_too_long() -> None:
     assert content(pay(request(key="~" * 255))) == (201, "paid 1")
 
 
+def test_the_key_may_be_in_another_header() -> None:
+    @idempotent(header="X-GitHub-Delivery")
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"{next(runs)}")
+
+    def send(delivery: str, **terms: Any) -> Any:
+        return view(request(**{"x-github-delivery": delivery}, **terms))
+
+    assert [content(send(each))[1] for each in ("a", "a", "b")] == ["1", "1", "2"]
+    assert "Idempotency-Replayed" in send("a", key="another")
+    reused = json.loads(send("a", body="{}").content)["title"]
+    assert reused.startswith("This X-GitHub-Delivery was used")
+    with translation.override("de"):
+        title = json.loads(view(request()).content)["title"]
+    assert title == "Diese Anfrage braucht den Header X-GitHub-Delivery."
+
+
 def test_without_a_key_a_request_is_refused_or_passes() -> None:
     @idempotent(required=False)
     def view(request: HttpRequest) -> HttpResponse:
