@@ -41,6 +41,7 @@ from django_distlock.decorators import (
     problem,
     retry_after,
 )
+from django_distlock.engine.background import kept_task
 from django_distlock.exceptions import DOCS, LockBackendError, LockError, LockNotAcquired
 from django_distlock.ground.naming import title_of, warn
 from django_distlock.handler import declared
@@ -87,8 +88,6 @@ _TITLES = {
 }
 #: The attribute of a request that one idempotent() works on: others around its view let it pass.
 _MARK = "distlock_is_idempotent"
-#: Requests whose client may have gone: their tasks go on.
-_running: set[asyncio.Task[Any]] = set()
 
 
 def idempotent(
@@ -427,10 +426,7 @@ def _async(once: _Once) -> Callable[..., Any]:
         if not key:
             return await once.view(*args, **kwargs)
         # The view goes on if its client does not wait, for which Django cancels this task.
-        task = asyncio.create_task(_run(once, key, args, kwargs))
-        _running.add(task)
-        task.add_done_callback(_running.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(kept_task(_run(once, key, args, kwargs)))
 
     return call
 

@@ -1,4 +1,4 @@
-"""Jobs for later or for another thread: one clock thread, and at most four threads for I/O.
+"""Jobs for later or for another thread or task: one clock thread, and at most four threads for I/O.
 
 They start when there is work and end when there is none. All are daemon threads, so the exit of the
 interpreter does not wait for them.
@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -45,6 +45,8 @@ TRIES = 4
 WAITS = 64
 #: Seconds that a try without a timeout of its own waits for a free thread.
 PATIENCE = 2.0
+#: Those of kept_task() that are not done.
+_tasks: set[asyncio.Task[Any]] = set()
 
 
 class Background:
@@ -225,6 +227,14 @@ def start_daemon(target: Callable[[], object], name: str) -> None:
         if "new thread" in str(error):
             raise NoThreadError(error) from error
         raise
+
+
+def kept_task(coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    """Start *coroutine* as a task that goes on if nothing refers to it any more: event loops keep weak references only."""
+    task = asyncio.create_task(coroutine)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
 
 
 def _run(job: Callable[[], object]) -> None:

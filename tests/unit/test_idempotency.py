@@ -635,6 +635,27 @@ async def test_an_async_scope_is_awaited() -> None:
     assert [content(await view(each))[1] for each in sent] == ["1", "1", "2"]
 
 
+async def test_an_async_view_goes_on_if_its_client_does_not_wait() -> None:
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    @idempotent()
+    async def view(request: HttpRequest) -> HttpResponse:
+        begun.set()
+        await over.wait()
+        return HttpResponse(f"{next(runs)}")
+
+    first = asyncio.create_task(view(arequest()))
+    await begun.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+    assert (await view(arequest())).status_code == 409
+    over.set()
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+    assert (await view(arequest()))["Idempotency-Replayed"] == "true"
+
+
 async def test_an_async_view_whose_lock_is_lost_is_not_run_again() -> None:
     @idempotent()
     async def view(request: HttpRequest) -> HttpResponse:
