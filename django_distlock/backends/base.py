@@ -249,7 +249,7 @@ class BaseLockBackend(ABC):
         return self._key_in(name, self.prefix())
 
     def line_of(self, request: Request) -> str:
-        """Return the key of the line that *request* joins here: readers that may pass waiting writers have their own."""
+        """Return the key of the queue that *request* joins in this process: readers that may pass writers have their own."""
         is_apart = request.shared and not self.waiting.writers_first
         return f"{request.line}\0shared" if is_apart else request.line
 

@@ -141,7 +141,7 @@ class LocMemBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_min_hold = True
-    #: All waiters are in the line of this process.
+    #: All waiters are in this process.
     waiting = Waiting(way=Way.LISTEN, look_again=1.0, writers_first=True, is_in_order=True)
 
     def __init__(self, settings: BackendSettings) -> None:

@@ -140,7 +140,7 @@ class _Entry:
         return Lock(self._name, **(self._terms | {"timeout": 0} if copy else self._terms))
 
     def instead(self, copy: _Copy | None, problem: LockError) -> _Copy | None:
-        """Return the *copy* to take because of *problem*, or None to compute without the lock; else raise *problem*."""
+        """Return the *copy* to use after *problem*, or None to compute without the lock; raise *problem* without a copy."""
         if self._computes_if_down and isinstance(problem, LockBackendError):
             return None
         if copy is None:
@@ -162,13 +162,13 @@ def _known(stored: object) -> tuple[Any, float] | None:
 
 
 def _fresh(copy: _Copy | None) -> _Copy | None:
-    """Return *copy*, a value and the time.time() until which it is fresh, if it is that still."""
+    """Return *copy*, a value and the time.time() until which it is fresh, or None."""
     return copy if copy is not None and time.time() < copy[1] else None
 
 
 @contextmanager
 def noted(lease: Lease) -> Iterator[None]:
-    """Log that *lease* was lost or could not be released: the value was computed all the same."""
+    """Log that *lease* was lost or could not be released, instead of raising it: the work under it is done."""
     try:
         yield
     except LockError as problem:

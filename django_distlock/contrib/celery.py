@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_distlock")
 
-#: Most seconds after which a task that waits for its turn tries again.
+#: Most seconds after which a message that was put back into the queue tries for its lock again.
 LOOK_AGAIN = 5.0
-#: Most seconds that a sender waits for a task whose result is stored to release its lock.
-SETTLES = 2.0
+#: Most seconds that a sender waits until a task releases its lock, once the result of the task is stored.
+RELEASED_WITHIN = 2.0
 
 
 @overload
@@ -86,7 +86,7 @@ def unique_task(
     at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Any:
-    """Make a shared task that is under way once: it is locked when it is sent, and until it has ended.
+    """Make a shared task that is queued or running at most once: its lock is held from when it is sent until it has ended.
 
     Sending it again meanwhile returns the AsyncResult of the one that is under way. *name* may have
     fields for arguments, ``"import:{shop_id}"``, or be a lambda that is called with them; without *name*,
@@ -98,7 +98,7 @@ def unique_task(
     then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
 
     *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
-    by default ten times *debounce*. What is called while it runs leads to another one, as with *again*.
+    by default ten times *debounce*. A call while the body runs leads to another run, as with *again*.
     """
     terms: Any = {"until": until, "again": again, "debounce": debounce, "at_most": at_most}
     seconds = checked_lease(name, {"lease": lease, "using": using, **terms, **options})
@@ -200,7 +200,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def _debounced(
         self, task_id: str, options: dict[str, Any]
     ) -> tuple[dict[str, Any], Postmark | None]:
-        """Return *options* with the countdown of debounce, and when the first call was made."""
+        """Return *options* with the countdown of debounce, and the time of the first call; None without debounce."""
         if not self.once.debounce:
             return options, None
         if task_id == self.request.id:
@@ -212,7 +212,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         return {**options, "countdown": self.once.debounce}, clock.postmark()
 
     def _put_off(self, name: str, first: Postmark | None) -> None:
-        """Send the message again if the task was called meanwhile, until it is quiet."""
+        """Send the message again, for later, if the task was called less than *debounce* seconds ago."""
         if self.request.is_eager or not (wait := self.once.wait_left(name, first)):
             return
         try:
@@ -222,9 +222,9 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             warn("%s is not put off, and runs now: %s", self.name, down, name=name, using=using)
 
     def _name_for(self, args: Any, kwargs: Any, task_id: str) -> str:
-        """Return the name of the lock; of a message that is sent again, the one that it brought.
+        """Return the name of the lock; for a message that is sent again, the name in the message.
 
-        JSON may have changed the arguments that it was made of.
+        JSON may have changed the arguments that the name was made of.
         """
         request = self.request
         is_again = task_id == request.id and [*args] == [*request.args] and kwargs == request.kwargs
@@ -259,7 +259,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             under_way = self._id_of(busy.holder)
             if under_way is None or self._state_of(under_way) not in READY_STATES:
                 raise
-        return lock.take(SETTLES)
+        return lock.take(RELEASED_WITHIN)
 
     def _state_of(self, task_id: str) -> str | None:
         """Return the state of a task; None if results are not kept, or cannot be read."""
@@ -296,7 +296,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         except LockNotAcquired as busy:
             self._leave_out_copy(lock)
             # A step of a workflow must run, as others wait for it. A copy of the task that holds the lock must
-            # run if that task died with its worker. Any other message has lost its turn to a later one.
+            # run if that task died with its worker. Any other message has lost the lock to a later one.
             is_step = request.group or request.chord or request.callbacks
             is_copy = self._id_of(busy.holder) == request.id
             if request.is_eager or not (is_step or is_copy or request.chain is not None):
@@ -313,7 +313,10 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         raise Ignore
 
     def _begin(self, lease: Lease, body: Lock | None) -> Lease | None:
-        """Free the name of *lease*, and return the lease of *body*; if that must wait, send the message again, with the name."""
+        """Release *lease*, that of the name, and return a lease of *body*.
+
+        If *body* is busy, put the message back into the queue, with *lease*.
+        """
         request, held = self.request, None
         if body is not None:
             try:
@@ -345,12 +348,12 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             raise Ignore
 
     def _id_of(self, holder: Holder | None) -> str | None:
-        """Return the id of the task in *holder*, if it is one of this kind."""
+        """Return the id of the task that *holder* names; None if it is not this task."""
         return task_id(holder.task, self.name) or None if holder else None
 
 
 def _is_step(options: dict[str, Any]) -> bool:
-    """Return whether others wait for a task that is sent with *options*."""
+    """Return whether *options* make the message a step of a workflow, for whose end other tasks wait."""
     has_others = any(options.get(key) for key in ("group_id", "chord", "link"))
     return has_others or options.get("chain") is not None
 
@@ -377,12 +380,12 @@ def attached(task: Any) -> Lease:
 
 
 def _pause(busy: LockNotAcquired) -> float:
-    """Return the seconds after which a task that waits for its turn tries again."""
+    """Return after how many seconds a message whose lock is *busy* tries again; random, so that not all try at once."""
     return min(busy.remaining or LOOK_AGAIN, LOOK_AGAIN) * random.uniform(0.5, 1)  # noqa: S311
 
 
 def _give_way(name: str) -> None:
-    """Release the lock *name* if it is that of the running task, whose body has ended and which sends a linked task."""
+    """Release the lock *name* if the running task has it: its body has ended, and it now sends a linked task."""
     lease = current_task and current_task.request.get("distlock_ended")
     if lease and lease.name == name:
         lease.leave(Ignore())

@@ -199,7 +199,7 @@ class _Once:
         return request
 
     def key_in(self, args: tuple[Any, ...]) -> str | HttpResponse:
-        """Return the key of the request, "" if the request passes without one, or its refusal."""
+        """Return the key of the request, "" if the request passes without one, or the response that refuses it."""
         request = self.request_in(args)
         sent = request.headers.get(self._header)
         passes = request.method in _SAFE or hasattr(request, _MARK)
@@ -217,7 +217,7 @@ class _Once:
         return problem(args, status, _TITLES[kind] % {"header": self._header}, f"{_PAGE}{kind}")
 
     def owner(self, request: Any) -> str:
-        """Return a text for whose the key is; ValueError if it is nobody's."""
+        """Return a text for the user, or the scope, that the key belongs to; ValueError if there is none."""
         return self._owned(self._scope(request))
 
     async def aowner(self, request: Any) -> str:
@@ -263,7 +263,7 @@ class _Asked:
         self.lock = terms.lock(f"idempotent:{once.cache}:{self.cache.make_key(digest)}")
 
     def begin(self, stack: ExitStack) -> HttpResponse | Lease | None:
-        """Return the answer to a repetition, a refusal, or the lease under which the view runs; None: it runs without one."""
+        """Return the answer to a repetition, a refusal, or the lease under which the view runs; None: run it without a lock."""
         self._mark(stack)
         try:
             # In a table it is looked for under the lock alone: a transaction may go on reading what it has read.
@@ -377,7 +377,7 @@ class _Asked:
 
     @contextmanager
     def _missing(self) -> Iterator[None]:
-        """Log that the answer was not stored: the client gets it, as the work was done."""
+        """Log that the answer was not stored, instead of raising it: the work is done, and the client gets the answer."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - caches raise anything

@@ -64,7 +64,7 @@ logger = logging.getLogger("django_distlock")
 Postmark = tuple[float, str, float]
 #: The header or argument with the text of Lease.detach(), and what packed() adds. It is as secret as the queue.
 HEADER = "distlock"
-#: Salt of the name in it.
+#: Salt of the signature of what packed() adds.
 SALT = "django_distlock.task"
 #: Seconds that a message may wait in the queue, unless the task says otherwise.
 LEASE = 3600.0
@@ -72,7 +72,7 @@ LEASE = 3600.0
 AT_MOST = 10
 #: Characters of a name with all arguments before it is cut, and ends with its digest.
 LONGEST_CALL = 200
-#: The words of a bare @unique_task.
+#: The arguments of a bare @unique_task.
 _DEFAULTS = {
     "lease": LEASE,
     "using": DEFAULT_ALIAS,
@@ -97,7 +97,7 @@ _INSTEAD = {
 
 
 def checked_lease(name: object, words: dict[str, Any]) -> float:
-    """Return the *lease* in *words* in seconds; TypeError or ValueError if unique_task() cannot use them, or *name*."""
+    """Return the *lease* in *words*, the arguments of unique_task(), in seconds; TypeError or ValueError for wrong ones."""
     for word in words:
         if word in _INSTEAD:
             raise TypeError(f"unique_task() has no {word!r}; {_INSTEAD[word]}.")
@@ -118,7 +118,7 @@ def checked_lease(name: object, words: dict[str, Any]) -> float:
 
 
 def _checked_debounce(debounce: Any, at_most: Any, until: str) -> tuple[float, float]:
-    """Return both in seconds; 0 for none. TypeError or ValueError if they cannot be used."""
+    """Return *debounce* and *at_most* in seconds, 0.0 without debounce; TypeError or ValueError for wrong ones."""
     if debounce is None:
         if at_most is not None:
             raise ValueError("at_most says how long debounce puts a body off: give debounce, too.")
@@ -135,7 +135,7 @@ def _checked_debounce(debounce: Any, at_most: Any, until: str) -> tuple[float, f
 
 
 def is_decorated(name: object) -> TypeGuard[Callable[..., Any]]:
-    """Return whether *name*, which stands first in unique_task(), is the function itself: there is no name."""
+    """Return whether *name*, the first argument of unique_task(), is the decorated function, and no name of a lock."""
     return callable(name) and getattr(name, "__name__", "") != "<lambda>"
 
 
@@ -211,7 +211,7 @@ class Once:
         return {"using": self.using, "ttl": ttl, "purpose": purpose, "template": self.template}
 
     def body_lock(self, lock: Lock) -> Lock | None:
-        """Return what is held while the body runs, when the name, that of *lock*, may be free; None for nothing."""
+        """Return the lock to hold while the body runs: *lock*, with again another one, or None if bodies may overlap."""
         if not self.frees_at_start:
             return lock
         if not self.again:
@@ -221,13 +221,13 @@ class Once:
         return terms.lock(f"{lock.name}:running")
 
     def beside(self, held: Lease, lock: Lock) -> Lock | nullcontext[None]:
-        """Return what the body enters beside *held*, by ``with`` or ``async with``; ValueError if *held* is not of *lock*."""
+        """Return what else to enter around the body, by ``with`` or ``async with``; ValueError if *held* is not of *lock*."""
         adopt(held, lock)
         body = self.body_lock(lock)
         return nullcontext() if body is None or body is lock else body
 
     def begin(self, held: Lease) -> None:
-        """Free the name, whose lease is *held*, if it is to be free while the body runs; a lost one is free."""
+        """Release *held*, the lease of the name, if the name is to be free while the body runs; it may have been lost."""
         if self.frees_at_start:
             with suppress(LockLost):
                 held.release()
@@ -238,16 +238,17 @@ class Once:
                 await held.arelease()
 
     def note_call(self, name: str) -> None:
-        """Note a call that the message which holds lock *name* serves: it is put off until *debounce* after it."""
+        """Note a further call: the message that holds lock *name* is put off until *debounce* seconds from now."""
         if self.debounce:
             backend, mark = self._mark(name)
             if not settled(partial(backend.extend, [mark]))[0]:
                 settled(partial(backend.try_acquire, mark, queued=False))
 
     def wait_left(self, name: str, first: Postmark | None) -> float:
-        """Return for how many more seconds a message that holds *name* is put off; *first* is of the first call.
+        """Return for how many more seconds a message that holds *name* is put off.
 
-        A message without it is not put off: a retry, or one with the lease of its sender.
+        *first*: when the first call was made; None for a retry, or a message with the lease of its sender, which
+        is not put off.
         """
         if first is None:
             return 0.0
@@ -257,7 +258,7 @@ class Once:
         return max(0.0, min(since_last, self.at_most - clock.travelled(*first)))
 
     def _mark(self, name: str) -> tuple[BaseLockBackend, Request]:
-        """Return the request of the lock that is held until *debounce* after the last call; all callers are its owner."""
+        """Return the request of the lock that is held until *debounce* after the last call; all callers are one owner."""
         backend = locks[self.using]
         holder = Holder.current(f"calls of {self.title}")
         request = backend.request(f"{name}:called", ttl=self.debounce, holder=holder)
@@ -316,7 +317,7 @@ class Carried(NamedTuple):
 
 
 def packed(text: str, name: str, first: Postmark | None = None) -> str:
-    """Return the text of Carried: the *text* of a lease, if any, and what that does not tell, signed."""
+    """Return what a message carries: the *text* of a lease, if any, and, signed, what is not in that text."""
     if first is not None:
         return f"{text} {signing.dumps([name, first], salt=SALT)}"
     # Workers of an earlier release can read the text alone.
@@ -324,7 +325,7 @@ def packed(text: str, name: str, first: Postmark | None = None) -> str:
 
 
 def unpacked(carried: str) -> Carried:
-    """Return what is in the result of packed() or Lease.detach()."""
+    """Return the content of what packed() or Lease.detach() returned."""
     text, _, signed = carried.partition(" ")
     with suppress(BadSignature, UnicodeError):
         told = signing.loads(signed, salt=SALT)
@@ -370,7 +371,7 @@ def refuse_event_loop(using: str, instead: str) -> None:
 
 @contextmanager
 def unless_ended(lock: Lock, text: str) -> Iterator[None]:
-    """Leave the block, which attaches the lease in *text* for *lock*, if that has ended, was attached before, or cannot be read."""
+    """Suppress the error of a block that attaches the lease in *text*, if it has ended, was attached before, or cannot be read."""
     try:
         yield
     except LockLost:
@@ -391,7 +392,7 @@ def unless_ended(lock: Lock, text: str) -> Iterator[None]:
 
 
 def adopt(lease: Lease, lock: Lock) -> None:
-    """Count *lease*, which a task got, among those of *lock*; ValueError if it is the lease of another one."""
+    """Give *lease*, which came with a message, the template of *lock*; ValueError if it is the lease of another lock."""
     if lease.name != lock.name:
         task = lock.terms.purpose
         raise ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")
@@ -399,7 +400,7 @@ def adopt(lease: Lease, lock: Lock) -> None:
 
 
 def checked_task(name: str, task_id: str) -> str:
-    """Return the text of a task called *name* in a holder; ValueError if its id does not fit."""
+    """Return how a holder shows the task *name* with this id; ValueError if the id is too long."""
     text = task_text(name, task_id)
     if not text.endswith("]"):
         msg = f"The id {printable(task_id)!r} is too long for unique_task(): it may have up to 108 ASCII characters."
@@ -408,6 +409,6 @@ def checked_task(name: str, task_id: str) -> str:
 
 
 def task_id(told: str, name: str) -> str | None:
-    """Return the id (maybe empty) in the holder's text *told* of a task called *name*; None if it is another task."""
+    """Return the id, maybe empty, in *told*, the task that a holder shows; None if it is not the task *name*."""
     found = unquote(told.rpartition("[")[2][:-1], errors="surrogatepass") if "[" in told else ""
     return found if told == task_text(name, found) else None

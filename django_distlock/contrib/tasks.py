@@ -80,7 +80,7 @@ def unique_task(
     at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Any:
-    """Make a task that is under way once: it is locked when it is enqueued, and until it has ended.
+    """Make a task that is queued or running at most once: its lock is held from when it is enqueued until it has ended.
 
     Enqueuing it again meanwhile sends nothing and returns None. *name* may have fields for arguments,
     ``"import:{shop_id}"``, or be a lambda that is called with them; without *name*, the lock has the name
@@ -93,7 +93,7 @@ def unique_task(
     runs after it, once.
 
     *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
-    by default ten times *debounce*. What is enqueued while it runs leads to another one, as with *again*.
+    by default ten times *debounce*. A call while the body runs leads to another run, as with *again*.
     """
     terms: Any = {"until": until, "again": again, "debounce": debounce, "at_most": at_most}
     seconds = checked_lease(name, {"lease": lease, "using": using, **terms, **options})
@@ -211,7 +211,7 @@ def _send(
 def _send_or_free(
     task: UniqueTask, lease: Lease, carried: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TaskResult[..., Any]:
-    """Send *task* with what it carries; if that fails or is rolled back, *lease* is free."""
+    """Send *task* with what it carries; if that fails or is rolled back, release *lease*."""
     try:
         result = _send(task, carried, args, kwargs)
     except BaseException:
@@ -224,7 +224,7 @@ def _send_or_free(
 
 @dataclass(frozen=True)
 class _Message:
-    """One call of a unique task, by a worker or in place: its lock, its arguments, and the lease and first call that were sent with it, if any."""
+    """A call of a unique task, by a worker or as a function; *text* and *first* are of the lease and first call in its message."""
 
     task: UniqueTask
     lock: Lock
@@ -281,7 +281,7 @@ class _Message:
         return await self.lock.atake(0)
 
     def _is_put_off(self, held: Lease) -> bool:
-        """Send it again with the lease *held* if the task was called meanwhile; return whether it was."""
+        """Send the message again, with the lease *held*, if the task was called meanwhile; return whether it was."""
         wait = _once(self.task).wait_left(held.name, self.first)
         if wait:
             task = _later(self.task, wait)

@@ -132,7 +132,7 @@ RING_NEXT = _RING.format(more="")
 #: What a forced release does beside its writes.
 AFTER_FORCED_RELEASE = f"SELECT ({RING_NEXT}), {_DURABLE.format('true')}"
 
-# For a place: more than one may be free, so who is granted one wakes the next waiter.
+# For a place: more than one may be free, so each caller that gets one wakes the next waiter.
 _OTHERS = " AND owner <> %(position)s AND EXISTS (SELECT FROM granted)"
 _QUEUE_OF_PLACES = f"{_QUEUE}, woken AS ({_RING.format(more=_OTHERS)})"
 

@@ -70,7 +70,7 @@ class EtcdBackend(QueueBackend):
     def _still_waiting(self, node: Key, error: LockBackendError) -> Busy:
         """Return the holder that refused a waiter before this *error*; raise it if nobody did, and etcd is silent for long.
 
-        A position in the line is kept while the session lasts; a first try may be late for as long as that.
+        A position in the queue is kept while the session lasts; a first try may be late for as long as that.
         """
         is_early = clock.lease_time() < node.asked_at + self.options.session_timeout
         if node.busy is None and not (is_early and isinstance(error, LockOutcomeUnknown)):

@@ -45,7 +45,7 @@ _Json = dict[str, Any]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Key(Node):
-    """The key of one holder or waiter; *number* is its create revision, its position in the line.
+    """The key of one holder or waiter; *number* is its create revision, its position in the queue.
 
     Keys are used again: etcd keeps deleted ones until its next compaction, and would pass over all of them
     to find the first one of a lock. So its name is that of the session, and of its *slot* there.
@@ -65,7 +65,7 @@ class Key(Node):
         return bool(self.number or self.is_late)
 
     def leave(self, lease_id: str) -> None:
-        """Begin again at the end of the line, with this lease: its key is gone."""
+        """Begin again at the end of the queue, with this lease of etcd: the key is gone."""
         kind = "r" if self.request.shared else "w"
         self.path = f"{self.folder}/{kind}-{int(lease_id):x}-{self.slot}"
         self.number = 0
@@ -121,17 +121,17 @@ class EtcdServer(Server[Key]):
         except LeaseGone:
             self._session.forget(lease_id)
             return None
-        line = self._line(node, reply, waits=waits)
+        standing = self._standing(node, reply, waits=waits)
         # Once its number is known: an asynchronous exception may come between two lines.
         node.is_late = was_late or not (is_made or reply.is_sure)
-        if line is None or line.ahead:
-            return line
+        if standing is None or standing.ahead:
+            return standing
         # The lock ends with the session, which may have been prolonged a while ago.
         latest = self._session.ends - node.request.ttl
         return Standing(start=latest if latest < began else None)
 
-    def _line(self, node: Key, reply: Reply, *, waits: bool) -> Standing | None:
-        """Return what *reply* tells of the line of *node*; None: look again."""
+    def _standing(self, node: Key, reply: Reply, *, waits: bool) -> Standing | None:
+        """Return which keys *node* waits for, by *reply*; None: look again."""
         if len(reply.body["responses"]) == 1:
             node.number = reply.revision  # nobody was in its way
             return Standing()
@@ -153,11 +153,11 @@ class EtcdServer(Server[Key]):
         return Standing(decoded(ahead[0]["key"]) if ahead else "", refusal, reply.revision)
 
     def _look(self, node: Key) -> Steps[Any, Reply]:
-        reply: Reply = yield partial(self._ask, *_own_line(node))
+        reply: Reply = yield partial(self._ask, *_own_and_others(node))
         return reply
 
     def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply]:
-        """Make the key if none is in its way; else make it only if it *waits*, and look at its line.
+        """Make the key if none is in its way; else make it only if it *waits*, and read which ones are.
 
         In one transaction. The common case reads nothing: that would cost all members time.
         """
@@ -176,7 +176,7 @@ class EtcdServer(Server[Key]):
                 self._ask,
                 act,
                 compare=[*is_wanted, is_free],
-                failure=[self._session.find_offset, *joining, *_own_line(node)],
+                failure=[self._session.find_offset, *joining, *_own_and_others(node)],
             )
             reply = yield from self._ask_to_make(node, ask)
             is_done = reply.body.get("succeeded")
@@ -194,10 +194,10 @@ class EtcdServer(Server[Key]):
 
     # Watching and listing.
 
-    def watch(self, node: Key, line: Standing) -> Steps[Any, Busy | None]:
+    def watch(self, node: Key, standing: Standing) -> Steps[Any, Busy | None]:
         # Its own key, too: it goes with the session, or an operator deletes it.
-        self.watcher.add(node, [line.ahead, node.path], line.revision)
-        return line.first.busy
+        self.watcher.add(node, [standing.ahead, node.path], standing.revision)
+        return standing.first.busy
         yield
 
     def unwatch(self, waiter: Sleeper) -> None:
@@ -273,8 +273,8 @@ class EtcdServer(Server[Key]):
                 return
             area = {**area, "key": encoded(decoded(found[-1]["key"]) + "\0")}
 
-    def _shown(self, key: str, line: list[_Json]) -> Iterator[Held]:
-        holders = _holders(line)
+    def _shown(self, key: str, queue: list[_Json]) -> Iterator[Held]:
+        holders = _holders(queue)
         for kv in holders:
             said = Label.read(decoded(kv["value"]))
             yield Held(
@@ -285,7 +285,7 @@ class EtcdServer(Server[Key]):
                 token=said.token(int(kv["create_revision"])),
                 owner_digest=_owner_digest(kv),
                 shared=_child_of(kv).startswith("r-"),
-                waiters=len(line) - len(holders),
+                waiters=len(queue) - len(holders),
             )
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -304,8 +304,8 @@ _FIRST = {"sort_order": "ASCEND", "sort_target": "CREATE"}
 _LAST = {"sort_order": "DESCEND", "sort_target": "CREATE"}
 
 
-def _own_line(node: Key) -> list[_Json]:
-    """Return the reads of the key itself, of the first key in its line, and of the last keys in its way."""
+def _own_and_others(node: Key) -> list[_Json]:
+    """Return the reads of the key itself, of the first key of its lock, and of the last keys in its way."""
     until = {"max_create_revision": str(node.number)} if node.number else {}
     return [
         find({"key": encoded(node.path)}),
@@ -350,9 +350,9 @@ def _owner_digest(kv: _Json) -> str:
         return ""  # another program has written it
 
 
-def _holders(line: list[_Json]) -> list[_Json]:
-    """Return the holders in *line*: the first one, or all readers before the first writer."""
-    line = sorted(line, key=lambda kv: int(kv["create_revision"]))
-    writers = (index for index, kv in enumerate(line) if _child_of(kv).startswith("w-"))
-    first_writer = next(writers, len(line))
-    return line[: first_writer or 1]
+def _holders(queue: list[_Json]) -> list[_Json]:
+    """Return the holders among the keys of a lock: the first one, or all readers before the first writer."""
+    queue = sorted(queue, key=lambda kv: int(kv["create_revision"]))
+    writers = (index for index, kv in enumerate(queue) if _child_of(kv).startswith("w-"))
+    first_writer = next(writers, len(queue))
+    return queue[: first_writer or 1]

@@ -55,7 +55,7 @@ class Node(Sleeper):
 
 
 class First(NamedTuple):
-    """The first node in the line of a lock; *busy* names its holder, if that was read."""
+    """The first node in the queue of a lock; *busy* names its holder, if that was read."""
 
     path: str
     busy: Busy = Busy()
@@ -64,7 +64,7 @@ class First(NamedTuple):
 class Standing(NamedTuple):
     """The answer to Server.put(): *ahead* is the path of the node that the new one waits for, empty if there is none.
 
-    *first* is the first node of the line, *revision* that of the server's data. *start*: see Grant.
+    *first* is the first node of the queue, *revision* that of the server's data. *start*: see Grant.
     """
 
     ahead: str = ""

@@ -53,13 +53,13 @@ class Server(ABC, Generic[_N]):
 
     @abstractmethod
     def put(self, node: _N, *, waits: bool) -> Steps[Any, Standing | None]:
-        """Make *node* unless it exists, and return its line; leave none that another one refuses, unless it *waits*.
+        """Make *node* unless it exists, and return its standing; without *waits*, leave no node that another one refuses.
 
         None: it was deleted meanwhile, or its session has ended. Begins a session if there is none.
         """
 
     @abstractmethod
-    def watch(self, node: _N, line: Standing) -> Steps[Any, Busy | None]:
+    def watch(self, node: _N, standing: Standing) -> Steps[Any, Busy | None]:
         """Ring *node* once the node ahead of it has gone; return the holder, None if that one has gone already."""
 
     @abstractmethod
@@ -120,15 +120,15 @@ class Recipe(Generic[_N]):
         node = self._node_of(request)
         for _ in range(ROUNDS):
             node.is_rung = False
-            line = yield from self._server.put(node, waits=queued)
-            if line is None or self._server.is_over(node):
+            standing = yield from self._server.put(node, waits=queued)
+            if standing is None or self._server.is_over(node):
                 continue
-            if not line.ahead:
-                return self._grant(node, line.start)
+            if not standing.ahead:
+                return self._grant(node, standing.start)
             if not queued:
                 self._refuse(node)
-                return line.first.busy
-            if (busy := (yield from self._server.watch(node, line))) is not None:
+                return standing.first.busy
+            if (busy := (yield from self._server.watch(node, standing))) is not None:
                 node.busy = busy
                 return busy
         raise LockBackendError(

@@ -43,7 +43,7 @@ def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
         reads += ("HGETALL", keys[0]), ("PTTL", keys[0])
         reads += (("ZRANGE", readers, 0, -1, "WITHSCORES") for readers in keys[1:])
     watched = [key for keys, _ in parts for key in keys]
-    # MULTI already here: if it were refused among the writes, they would be carried out unguarded.
+    # MULTI already here: if it were refused among the writes, they would be carried out without the comparison.
     # No read after it: Redis queues nothing when its memory is full.
     begin: tuple[Command, ...] = ("WATCH", *watched), ("TIME",), *reads, ("MULTI",)
     for _ in range(ROUNDS):

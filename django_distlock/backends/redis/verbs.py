@@ -61,7 +61,7 @@ _REMEMBERED = 2048
 class Keys:
     """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with.
 
-    *line* is the record whose queue it has: its own, or for a place, that of all places.
+    *line* is the record that names its queue: the lock's own, or for a place, that of all places.
     """
 
     def __init__(self, record: str, line: str) -> None:

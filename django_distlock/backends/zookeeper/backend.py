@@ -1,4 +1,4 @@
-"""ZooKeeperBackend: each holder and waiter is an ephemeral node, and the first in line holds the lock."""
+"""ZooKeeperBackend: each holder and waiter is an ephemeral node, and the first node in the queue holds the lock."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ZooKeeperBackend(QueueBackend):
         self, request: Request, left: float | None, *, queued: bool
     ) -> tuple[Steps[Grant | Busy], float, float]:
         """Return the steps of a try, and the times when it gives up: if the ensemble is silent, and if it answers other requests."""
-        # A waiter for any place has no position in the line of one.
+        # A waiter for any place is not in the queue of a single one.
         queued = queued and request.limit is None
         ends, last = self._limits(request, left if queued else 0.0)
         return _again(partial(self._verbs.acquire, request, queued=queued), ends), ends, last
@@ -151,7 +151,7 @@ class ZooKeeperBackend(QueueBackend):
         """Return when a caller with *left* seconds gives up; see _acquiring().
 
         A waiter waits for silent servers too, as another server may take over the session. One that was answered
-        before, and is in line, waits longest: the ensemble may be without a quorum for long.
+        before, and is in the queue, waits longest: the ensemble may be without a quorum for long.
         """
         node = self._verbs.nodes.get(request.owner)
         longest = LONGEST if node and node.busy else self.options.session_timeout

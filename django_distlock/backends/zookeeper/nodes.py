@@ -135,7 +135,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
             raise
 
     def _stand(self, client: Any, node: ZooKeeperNode) -> Steps[Children | None]:
-        """Make *node* unless it exists; return its line, None if it is not in it."""
+        """Make *node* unless it exists; return the nodes of its lock, None if another client has deleted it."""
         if node.name:
             [listed] = yield [partial(client.get_children_async, node.folder)]
         else:
@@ -158,7 +158,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return First(first.path, _busy(found))
 
     def _first_in_the_way(self, node: ZooKeeperNode) -> Steps[First | None]:
-        """Return the first node of the line for a single try, if somebody was in the way of the last one.
+        """Return the first node of the lock for a single try, if another single try was refused there.
 
         Otherwise the nodes of many such tries, which are deleted at once, would refuse one another a free lock.
         """
@@ -168,7 +168,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return first
 
     def _create(self, client: Any, node: ZooKeeperNode) -> Steps[Any]:
-        """Make the node, and list the line; return the outcome of the list, which is a NoNodeError without a folder."""
+        """Make the node, and list its folder; return the outcome of the list: a NoNodeError if there is no folder."""
         _, node.offset_changes, node.offset = yield from self.tokens.present(client)
         created, listed = yield [
             partial(self._begin_to_create, client, node),
@@ -251,11 +251,11 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
 
     # Watching and listing.
 
-    def watch(self, node: ZooKeeperNode, line: Standing) -> Steps[Busy | None]:
+    def watch(self, node: ZooKeeperNode, standing: Standing) -> Steps[Busy | None]:
         client = yield from self.connected()
-        asks = self._watching(client, node, [line.ahead])
-        if line.first.path != line.ahead:
-            asks.append(partial(client.get_async, line.first.path))
+        asks = self._watching(client, node, [standing.ahead])
+        if standing.first.path != standing.ahead:
+            asks.append(partial(client.get_async, standing.first.path))
         outcomes = yield asks
         if isinstance(outcomes[0], NoNodeError):
             self.unwatch(node)
@@ -290,13 +290,13 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
     ) -> Steps[list[First | None]]:
         client = yield from self.connected()
         # After this server has caught up with the leader.
-        _, *lines = yield [
+        _, *listings = yield [
             partial(client.sync_async, self._options.root),
             *(partial(client.get_children_async, folder) for folder in folders),
         ]
         paths: dict[str, str] = {}
-        for folder, line in zip(folders, lines, strict=True):
-            names = yield from self._listed(client, line)
+        for folder, listed in zip(folders, listings, strict=True):
+            names = yield from self._listed(client, listed)
             if children := Children(names).all:
                 paths[folder] = f"{folder}/{children[0].name}"
         if len(paths) < len(folders) > 1:

@@ -1,4 +1,4 @@
-"""Edit locks: a form that is open in a page holds the lock of its object, in the admin and in pages of one's own."""
+"""Edit locks: a form that is open in a page holds the lock of its object, in the admin and in your own pages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PERMISSION = "django_distlock.take_over_methodlock"
 #: The name of edit_lock_view() in the URLs of a project.
 URL_NAME = "distlock_edit_lock"
 SALT = "django_distlock.edit"
-#: How the purpose of a page begins: any code may name its task as a page does.
+#: The purpose of each page's holding begins with this. Its task alone does not tell: any code may name a task so.
 EDITED_BY = "edited by "
 #: Seconds that a page keeps the lock after its last renewal; and until its script has renewed it first.
 TTL, FIRST_TTL = 90.0, 15.0
@@ -70,7 +70,7 @@ PAUSE = 5.0
 TRIES = 3
 #: How many rows of a relation are named for people.
 FEW = 20
-#: The begin of the key of a user who is not logged in.
+#: What the key of a user who is not logged in begins with.
 ANONYMOUS = "anonymous "
 
 
@@ -78,10 +78,10 @@ ANONYMOUS = "anonymous "
 class Ticket:
     """The signed text in a page with a form: which lock it has or wants.
 
-    *key*: the one of the lock on its server, that of the page's tenant. *ttl*: seconds, of a page whose script renews
-    the lock. *nonce*: new for each page; with SECRET_KEY it makes the owner of the lock. *path*: the address of the
-    page. *database*: the alias of DATABASES that has the object. *may_take_over*: None is decided by the permission,
-    at each request. *seen*: by field, a digest of the value that the form was opened with.
+    *key*: that of the lock on its server, which differs between tenants. *ttl*: seconds that the lock lives after a
+    renewal by the page's script. *nonce*: new for each page; with SECRET_KEY it makes the owner of the lock. *path*: the
+    address of the page. *database*: the alias of DATABASES that has the object. *may_take_over*: None: the permission
+    decides at each request. *seen*: by field, a digest of the value that the form was opened with.
     """
 
     using: str
@@ -109,7 +109,7 @@ class Ticket:
 def read_ticket(request: HttpRequest) -> Ticket | None:
     """Return the ticket that a page has sent; None if it has none, or one that is not valid.
 
-    It ends with the page's session, and is valid for one user and one release.
+    It is valid for SESSION_COOKIE_AGE seconds, one user and one release of this package.
     """
     text, age = request.POST.get(FIELD, ""), settings.SESSION_COOKIE_AGE
     try:
@@ -138,7 +138,7 @@ def user_key(request: HttpRequest) -> str:
 class Part:
     """A part of an object that a form can change: a field, or the rows of an inline.
 
-    *text*: what is compared of it. *values*: what is shown of it, for which no query is made before.
+    *text*: compared to see a change. *values*: shown to people, and read only then, as they may need a query.
     """
 
     key: str
@@ -166,7 +166,7 @@ class Editor:
 
     @property
     def sentence(self) -> str:
-        """A sentence for people: by whom it is edited since when."""
+        """A sentence for people: who edits the object, and since when."""
         since = Row(self.held, ()).since
         facts = {"who": self.name, "since": clock.time_of_day(since) if since else "-"}
         if self.is_me:
@@ -241,7 +241,7 @@ class EditLock:
     def begin(self, *, is_editor: bool = True) -> None:
         """Take the lock for the page that is answered now, if nobody else has it; NotSupported if no page can hold it.
 
-        A page that is not *is_editor* is told who has it.
+        If not *is_editor*, only find out who has the lock.
         """
         if not self.backend.supports_detach:
             instead = self.backend.instead or "Its locks end with a process."
@@ -318,7 +318,7 @@ class EditLock:
     def release(self, *, for_good: bool = False) -> None:
         """Release the lock, if the page has it: the form was saved, or left. Call it after the commit.
 
-        *for_good*: also what a request gets that is under way.
+        *for_good*: also release it again later, as another request of the page may be about to take it.
         """
         request = self._asking()
         try:
@@ -335,9 +335,10 @@ class EditLock:
         return settled(lambda: self.backend.extend([self._asking()]))[0]
 
     def take(self, ttl: float = inf, former: str = "", *, is_newest: bool = True) -> None:
-        """Take the lock; if somebody else has it, that is the *editor*.
+        """Take the lock; if somebody else has it, set *editor*.
 
-        The newest page of a user takes it from the other ones. *former*: the nonce of the one that most likely has it.
+        With *is_newest*, also take it from another page of the same user. *former*: the nonce of the page that most
+        likely has it.
         """
         request, self.editor = self._asking(ttl), None
         if former and self._is_moved(request, former):
@@ -371,7 +372,7 @@ class EditLock:
         return next(iter(editors(self.request, found)), None)
 
     def take_over(self, shown: str) -> None:
-        """End the holding with the digest *shown*, if it is still there and the user may."""
+        """End the holding with the digest *shown*, if it still exists and the user has the permission."""
         self.editor = self.look()
         if self.editor is not None and self.can_take_over:
             key = self.editor.held.key
@@ -390,7 +391,7 @@ class EditLock:
         return row
 
     def changed(self, texts: dict[str, str]) -> set[str]:
-        """Return the fields that have not the values any more that the form was opened with."""
+        """Return the fields whose values have changed since the form was opened."""
         if self._is_unknown:
             return {*texts}
         marks = {key: self.ticket.mark(text) for key, text in texts.items()}
@@ -454,7 +455,8 @@ def edit_lock(
     accepts(form) instead of ``form.is_valid()``, and its release() after the form was saved.
 
     *ttl*: seconds that the lock lives after the page has vanished. *may_take_over*: whether the user may take the
-    lock from somebody else; by default, who has the permission ``django_distlock.take_over_methodlock``.
+    lock from somebody else; by default, if the user has the permission
+    ``django_distlock.take_over_methodlock``.
     """
     ticket = new_ticket(request, instance, using, checked_ttl(ttl))
     edit = EditLock(request, replace(ticket, may_take_over=may_take_over))
@@ -492,7 +494,7 @@ def texts_of(instance: Model) -> dict[str, str]:
 
 
 def parts_of(form: BaseModelForm[Any]) -> Iterator[Part]:
-    """Return the fields of *form* as its object has them, also those that are no fields of the model."""
+    """Return a part for each field of *form*: with the value of its object, or the initial one if the model has no such field."""
     values = {name: form.initial.get(name, field.initial) for name, field in form.fields.items()}
     values |= model_to_dict(form.instance, form.fields)
     for name, value in values.items():
@@ -552,7 +554,7 @@ def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]
 
 
 def _told(edit: EditLock, what: str | None) -> dict[str, str]:
-    """Return what the script is told: a state, with a message if the page is not simply "held"."""
+    """Return the answer to the script: a state, with a message unless it is just "held" or "left"."""
     if what in {"leave", "abandon"}:
         edit.release(for_good=what == "abandon")
         return {"state": "left"}

@@ -189,7 +189,7 @@ class EditLockMixin(_Admin):
         return formset
 
     def _others(self, request: HttpRequest) -> dict[str, Editor]:
-        """Return who else edits, by the key of the lock; nothing if that cannot be told."""
+        """Return the other editors, by the keys of their locks; none if the locks cannot be listed."""
         with suppress(LockBackendError, NotSupported):
             found = holdings(self.edit_lock_using)
             edited = editors(request, (held for held in found if held.name.startswith("edit:")))
@@ -273,7 +273,7 @@ class EditLockMixin(_Admin):
 
 
 def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
-    """Return a subclass of *form* that has these *problems* too."""
+    """Return a subclass of *form* whose clean() also adds these *problems*."""
 
     def clean(self: Any) -> Any:
         # First: its own clean() may raise an error.

@@ -180,7 +180,7 @@ def _signals_heeded() -> AbstractContextManager[None]:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals to pass on to the command: those that the caller ignores, as under nohup, it ignores, too."""
+    """Return the signals to pass on to the command. It ignores those that this process ignores, as under nohup."""
     return [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]
 
 
@@ -222,7 +222,7 @@ def run(
     Also end it *limit* seconds after the begin of *lease*; then return None. *ended_by* gets the signals that this
     process was sent to end the command.
     """
-    # A moment, not seconds: the supervisor begins later than the lease.
+    # A point in time, not a duration: the supervisor begins later than the lease.
     spent = lease.ttl - lease.remaining
     due = None if limit is None else time.monotonic() + limit - spent
     told = {"NAME": lease.name, "FENCING_TOKEN": lease.fencing_token, "PLACE": lease.place}
