@@ -100,7 +100,8 @@ class Operator:
         return list(self.browser.execute_script(CUT_OFF))
 
     def picture(self) -> bytes:
-        """Return what the window shows."""
+        """Return what the window shows, without scroll bars."""
+        self.browser.execute_script("document.documentElement.style.scrollbarWidth = 'none'")
         how = {"format": "webp", "quality": 60}
         taken = cast("Any", self.browser).execute_cdp_cmd("Page.captureScreenshot", how)
         return base64.b64decode(taken["data"])

@@ -270,6 +270,7 @@ def test_the_picture_of_the_readme_is_of_this_page(operator: Start) -> None:
     put("default", "import:shop-7", LockState.STALE)
     put("default", "feed:hourly", LockState.RESERVED)
     someone = operator()
+    User.objects.filter(username__startswith="operator-").update(first_name="Ada")
     someone.resize(1280, 560)
     someone.open(f"{LIST}?state=all&alias=default")
 
