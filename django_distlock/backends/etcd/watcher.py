@@ -187,7 +187,7 @@ class KeyWatcher(Follower):
         self._wake_all()
 
     def _note(self, deleted: Sequence[tuple[str, int]]) -> None:
-        """Ring those who wait for the keys *deleted*, each in its revision."""
+        """Ring the waiters for the keys *deleted*, each in its revision."""
         with self._mutex:
             # All of them first: the end of a session deletes the keys of a holder and of those behind it together.
             for key, revision in deleted:
@@ -201,7 +201,7 @@ class KeyWatcher(Follower):
         self._ring(rung)
 
     def _told(self, key: str, revision: int) -> list[Sleeper]:
-        """Return those who are to be rung, as *key* was deleted in this *revision*."""
+        """Return the waiters to ring, as *key* was deleted in this *revision*."""
         waiting = self._waiting.get(key, {})
         # Keys are used again: an earlier one of the same name may have been deleted before the look.
         told = [waiter for waiter, seen in waiting.items() if seen < revision]

@@ -105,7 +105,7 @@ class Recipe(Generic[_N]):
         self._carry_out = carry_out
         self._after = after
         self.nodes: dict[str, _N] = {}
-        #: Those that wait for any place of a lock with a limit, by owner.
+        #: The waiters for any place of a lock with a limit, by owner.
         self.lookouts: dict[str, Sleeper] = {}
         self.released = Recent()
         self.doomed: dict[_N, None] = {}

@@ -2,11 +2,12 @@
 
 Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME). A lock has
 
-- *record*, a hash: ``token`` the last one given, ``lease`` of who has it alone: "since lasts owner", from which instant it
-  lasts so many microseconds, and ``holder``: "token acquired holder"; ``h:OWNER``, as ``holder``, of each who shares it;
-  ``available`` the instant from which others may have it, if min_hold reserved it, ``name``, ``ended`` the last owners
-  that gave it back, ``revoked`` the last ones that are refused from now on;
-- *readers*, a sorted set: those who share it, by the instant the lease ends;
+- *record*, a hash: ``token``, the last one given; ``lease``, "since lasts owner" of an exclusive lease: the instant at
+  which it began or was extended, and for how many microseconds; ``holder``, "token acquired holder" of that lease;
+  ``h:OWNER``, the same of each owner that shares the lock; ``available``, the instant from which others may have it if
+  min_hold reserved it; ``name``; ``ended``, the last owners that released it; ``revoked``, the last owners that were given
+  up for good: late requests of theirs are refused;
+- *readers*, a sorted set: the owners that share it, by the instant at which their lease ends;
 - *queue*, a sorted set: waiter (mode and position) by ticket; *alive*: waiter by the end of its patience;
 - a *doorbell* for each waiter, the list *bells* + position, which it blocks on.
 
@@ -33,7 +34,7 @@ from typing import NamedTuple
 RETENTION = 2 * 3600
 #: Letters of an owner by which it is known as one of the last: no two owners have the same ones.
 MARK = 16
-#: Letters of a list of the last eight owners, as many readers may give back at once, and ask again.
+#: Letters of a list of the last eight owners: as many readers may release at once, and repeat their requests.
 LAST = 8 * (MARK + 1)
 #: Seconds without a word from a waiter after which others are served before it.
 PATIENCE = 0.5
@@ -55,7 +56,7 @@ local function number(value) return tonumber(value or 0) or 0 end
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a position in the queue if it is
 # refused, '1' if the first in the queue is always served first, its position in the queue, '1' if it is for a place.
 # Returns the token as text, which costs less than a table; or, if it is refused, {holder of the lease that ends last,
-# microseconds left or -1}. The same owner again: the same token. An owner that was given back for good: refused.
+# microseconds left or -1}. The same owner again: the same token. An owner that was given up for good: refused.
 # nil: it was given back before.
 _ACQUIRE = f"""
 local record, readers, queue, owner, mode, ttl, min_hold = KEYS[1], KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4], ARGV[5]

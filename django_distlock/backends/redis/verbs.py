@@ -256,7 +256,7 @@ class RedisVerbs:
                 (answer,) = yield from self._answers(call)
                 is_ended |= answer == 1
         if is_ended and self._has_scripts:
-            # Rings who is next; whoever is not rung looks again.
+            # Rings the next waiter; a waiter that is not rung looks again.
             with suppress(LockBackendError):
                 yield from self._answers(Call(scripts.LEAVE, keys.all, (keys.bells, "")))
         return is_ended
