@@ -221,11 +221,26 @@ def _running_test() -> object:
     """Return the identity of the running test: its name in pytest, or its TestCase."""
     if named := os.environ.get("PYTEST_CURRENT_TEST"):
         return named.rpartition(" ")[0]
-    run = sys.modules["unittest"].TestCase.run.__code__
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - there is no other way
-    while frame is not None and frame.f_code is not run:
-        frame = frame.f_back
-    return "none" if frame is None else frame.f_locals["self"]
+    return _watch_tests()[0]
+
+
+@functools.cache
+def _watch_tests() -> list[object]:
+    """Return a list of one item: the running TestCase, "none" between two, or "first" in the test that calls this."""
+    running: list[object] = ["first"]
+    case = sys.modules["unittest"].TestCase
+    run = case.run
+
+    @functools.wraps(run)
+    def watched(test: object, *args: Any, **kwargs: Any) -> object:
+        running[0] = test
+        try:
+            return run(test, *args, **kwargs)
+        finally:
+            running[0] = "none"
+
+    case.run = watched
+    return running
 
 
 def _watch_exit_of_child() -> None:
