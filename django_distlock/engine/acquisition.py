@@ -237,7 +237,7 @@ class OnServer(enum.Enum):
     """The traces that an attempt may have left on the server; they decide what to clean up."""
 
     NOTHING = "nothing"
-    PLACE = "a place in its queue"
+    POSITION = "a position in its queue"
     UNKNOWN = "perhaps the lock: a try was sent, and its answer is not known"
 
 
@@ -390,7 +390,7 @@ class Attempt:
             self.backend.dequeue_later(queued)
         else:
             self.lease.queue_as(queued.waiter)
-            self.on_server = OnServer.PLACE
+            self.on_server = OnServer.POSITION
             if self._waiting.queueing is Queueing.ENQUEUE:
                 with suppress(Contended, NotSent):  # after a try, it is enqueued again
                     yield from self._enqueue()
@@ -410,7 +410,7 @@ class Attempt:
         if self._waiting.position_is_grant and self.on_server is not OnServer.NOTHING:
             self.backend.dequeue_later(
                 self.request
-            )  # who passed it over may have come before its place
+            )  # who passed it over may have come before its position
         self.backend.forget_bell(self.request)
         self.lease.change_owner()  # the old one may yet be given up, in the background
         self.on_server = OnServer.NOTHING
@@ -443,7 +443,7 @@ class Attempt:
         """Leave nothing that others would take for a waiter, before the caller is told that its time is over."""
         lease, line = self.lease, self._line
         queued: Request | None = None
-        if self._waiting.position_is_grant and self.on_server is OnServer.PLACE:
+        if self._waiting.position_is_grant and self.on_server is OnServer.POSITION:
             queued = self.request
             self.backend.queue.note_queued(line, None)
         elif lease.in_line_as is not None:
@@ -474,7 +474,7 @@ class Attempt:
     def _try(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
         """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
         by_trying = self._limit is None and self._waiting.queueing is Queueing.BY_TRYING
-        queued = (by_trying and not this.is_last) or self.on_server is OnServer.PLACE
+        queued = (by_trying and not this.is_last) or self.on_server is OnServer.POSITION
         if by_trying and queued and self.lease.in_line_as is not None:
             self.backend.queue.note_queued(self._line, self.request)
         if not isinstance(answer, Grant) and self._limit is not None:
@@ -493,7 +493,7 @@ class Attempt:
         return False
 
     def _note_refusal(self, busy: Busy, *, queued: bool) -> None:
-        self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, busy
+        self.on_server, self.busy = OnServer.POSITION if queued else OnServer.NOTHING, busy
         self.waited_for = busy.holder or self.waited_for
         if self._waiting.new_owners:
             self.lease.queue_as(self.request.waiter)
@@ -536,15 +536,15 @@ class Attempt:
         is_late = this.is_last and not self.wait.is_for_one_try
         left = LAST if is_late else self.wait.left
         ask = partial(self.calls.try_acquire, self.request, queued=queued, left=left)
-        had_place, self.on_server = self.on_server is OnServer.PLACE, OnServer.UNKNOWN
+        had_position, self.on_server = self.on_server is OnServer.POSITION, OnServer.UNKNOWN
         answer: Grant | Busy
         try:
             answer = yield from self._settled(ask, failed, this.start)
         except LockBackendError as error:
             if not isinstance(error, LockOutcomeUnknown):
                 # It did not reach the server, which has what it had before.
-                self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
-                if self.lease.in_line_as is not None and not had_place:
+                self.on_server = OnServer.POSITION if had_position else OnServer.NOTHING
+                if self.lease.in_line_as is not None and not had_position:
                     self.backend.queue.note_queued(self._line, None)
             if self.lease.in_line_as is not None and not isinstance(error, (Contended, NotSent)):
                 self.backend.queue.failed(self._line, error)
@@ -568,7 +568,7 @@ class Attempt:
                 return answer
         if isinstance(answer, Busy) and self._waiting.new_owners:
             self.lease.change_owner()
-        had_place, line = self.on_server is OnServer.PLACE, self.request.at(None)
+        had_position, line = self.on_server is OnServer.POSITION, self.request.at(None)
         self.lease.ask_for(None)
         found: list[Busy | None] = yield from self._settled(
             partial(self.calls.probe_all, line.holdings)
@@ -581,12 +581,12 @@ class Attempt:
                 start = clock.lease_time()
                 again = this._replace(start=start, is_first=True)
                 try:
-                    answer = yield from self._ask(again, None, queued=had_place)
+                    answer = yield from self._ask(again, None, queued=had_position)
                 except Contended:
                     answer = _UNKNOWN  # others are at work on this place
                 if isinstance(answer, Grant):
                     return Grant(answer.token, answer.start or start)
-                self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
+                self.on_server = OnServer.POSITION if had_position else OnServer.NOTHING
                 self.lease.ask_for(None)
                 found[place] = answer
         return first_to_end(found) or _UNKNOWN
@@ -619,12 +619,12 @@ class Attempt:
         queue, waiting = self.backend.queue, self._waiting
         if waiting.polls and self.lease.in_line_as is not None:
             queue.turns.refused(self._line)
-        had_place = self.on_server is OnServer.PLACE
-        # A place in the queue for any place of a lock is kept by this alone, and of one lock by trying.
-        if waiting.queueing is not Queueing.NONE and (not had_place or self._limit is not None):
+        had_position = self.on_server is OnServer.POSITION
+        # For any place of a lock, this alone keeps a position in the queue; for one lock, a try keeps it.
+        if waiting.queueing is not Queueing.NONE and (not had_position or self._limit is not None):
             queue.note_queued(self._line, self.request)
             yield from self._enqueue()
-            if not had_place:
+            if not had_position:
                 return  # The next try follows at once: a release may have slipped in.
         self._begin_to_wait()
         if self._way is not Way.ON_SERVER:
@@ -634,7 +634,7 @@ class Attempt:
 
     def _enqueue(self) -> Steps[Act, None]:
         """Stand in the server's queue, or stay there; Contended or NotSent if we do not."""
-        self.on_server = OnServer.PLACE
+        self.on_server = OnServer.POSITION
         try:
             yield from self._settled(partial(self.calls.enqueue, self.request, self.bell))
         except (Contended, NotSent):
@@ -723,7 +723,7 @@ class Attempt:
                 may_be_queued = _queues_by_trying(self.lease) and self.lease.in_line_as is not None
                 if may_be_queued and queued is None and not self._waiting.position_is_grant:
                     backend.queue.note_queued(self._line, request)
-            elif self.on_server is OnServer.PLACE and self._waiting.position_is_grant:
+            elif self.on_server is OnServer.POSITION and self._waiting.position_is_grant:
                 backend.dequeue_later(request)
         finally:
             self.lease.give_up()

@@ -36,7 +36,7 @@ class Cancelling:
         lease.on_lost(self._on_lost)
 
     async def end(self, lease: Lease, *error: Any) -> LockNotHeld | None:
-        """End the block, of whose body *error* has come out; return the loss that is to be raised in its place, if any."""
+        """End the block, of whose body *error* has come out; return the loss that is to be raised instead, if any."""
         lease.off_lost(self._on_lost)
         is_loss = is_loss_in_group(error[1], lease)
         try:

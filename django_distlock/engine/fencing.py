@@ -106,7 +106,7 @@ def claim(lease: Lease, target: Any) -> Any:
 
 
 def read_again(lease: Lease, instance: models.Model) -> None:
-    """Read *instance* again, in its place; one with a fence is claimed by that, if nobody shares the lease."""
+    """Read all fields of *instance* again; one with a fence is claimed by that, if nobody shares the lease."""
     claims = _fence(instance._meta.model) is not None and not lease.request.shared
     mine = Claim.of(lease) if claims else None
     with _claimed_row(instance, mine) as row:

@@ -791,7 +791,7 @@ class Lease(metaclass=_Shown):
         self._is_waiting = not asks
 
     def leave_line(self) -> None:
-        """Give up its place in the line of this process; does nothing the second time."""
+        """Give up its position in the line of this process; does nothing the second time."""
         if (caller := self.in_line_as) is not None:
             queue, line = self.backend.queue, self.line
             queued = queue.leave(line, caller)

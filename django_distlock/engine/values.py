@@ -182,9 +182,9 @@ class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
     *age* is the seconds since it was acquired, None if that is not known. *waiters* is the number of
-    places in its queue on the server, None if there is no queue, and for one of several places, as who
-    waits for any of them waits for none of them. *owner_digest* identifies the holding without revealing the owner; it is "" for a free lock, whose
-    *age* counts from its last change. *reserved*: see Busy.
+    positions in its queue on the server; None if there is no queue, and for one of several places, because a
+    waiter waits for any of them. *owner_digest* identifies the holding without revealing the owner; it is ""
+    for a free lock, whose *age* counts from its last change. *reserved*: see Busy.
     """
 
     name: str

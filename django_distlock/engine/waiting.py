@@ -41,12 +41,12 @@ class Way(enum.Enum):
     LOOK = "look, then try"
     #: It is woken, and looks now and then in case a wake-up was lost.
     LISTEN = "listen"
-    #: The server keeps the queue: a try with a place lasts until the lock is granted, or for a time.
+    #: The server keeps the queue: a try with a position lasts until the lock is granted, or for a time.
     ON_SERVER = "wait on the server"
 
 
 class Queueing(enum.Enum):
-    """How a waiter gets a place in a queue on the server."""
+    """How a waiter gets a position in a queue on the server."""
 
     NONE = "there is no queue"
     ENQUEUE = "by enqueue()"
@@ -73,7 +73,7 @@ class Waiting:
     look_again: float | None = None
     #: Whether the server ends the owner of a try that it refuses, so that the next try needs a new one.
     new_owners: bool = False
-    #: Whether a reader that comes after a writer with a place on the server is served after that writer.
+    #: Whether a reader that comes after a writer with a position on the server is served after that writer.
     writers_first: bool = False
 
     def for_places(self) -> Waiting:
@@ -235,7 +235,7 @@ class Turns:
 
     def first_pause(self, key: str, now: float) -> float:
         """Return the pause before the first try: that of a waiter that has waited since the release, or 0."""
-        # Callers without a place in the line ask for it too, each in its own thread.
+        # Callers without a position in the line ask for it too, each in its own thread.
         if (wanted := self.wanted.get(key)) is None or (released := wanted.released) is None:
             return 0.0
         wanted.left -= 1
