@@ -234,7 +234,7 @@ def _async(locked: _Locked) -> Callable[..., Any]:
                 await lock.end_cancelling()
                 stack.pop_all()
                 # It may be closed in the event loop, and release() would block that.
-                hold_until_closed(result, lease, lease.release_later)
+                hold_until_closed(result, lease, lease.give_back_later)
             return result
 
     return call

@@ -22,6 +22,7 @@ from .conf import BackendSettings, read_alias, read_settings
 from .engine import handover
 from .engine.background import background
 from .engine.registry import registry
+from .engine.values import State
 from .exceptions import DOCS, InvalidLockBackend
 from .ground import clock
 from .ground.caller import forks
@@ -136,8 +137,8 @@ class LockHandler:
             if test == before:
                 return
             for lease in registry.leases() if before is not None else ():
-                if lease.held:
-                    lease.lose("the test that took it is over")
+                if lease.look() is State.HELD:
+                    lease.end(State.LOST, "the test that took it is over")
                     lease.backend.revoke_all([lease.request])
             self.reset()
 
@@ -262,7 +263,7 @@ def _watch_exit_of_child() -> None:
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
     if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
-        aliases = {lease.using for lease in registry.leases() if lease.held}
+        aliases = {lease.using for lease in registry.leases() if lease.look() is State.HELD}
         in_use = {alias: memory[alias] for alias in aliases & memory.keys()}
         locks.reset()
         memory.update(in_use)

@@ -29,8 +29,9 @@ from .conf import DEFAULT_ALIAS, checked_limit, checked_ttl, flag, optional_seco
 from .decorators import Decorator, decorated
 from .engine.acquisition import aacquire, acquire, check_asyncio
 from .engine.cancelling import Cancelling
+from .engine.holding import Awaited, all_held_here, held_here, note_held_here
 from .engine.lease import Lease
-from .engine.registry import Awaited, all_held_here, held_here, note_held_here, registry
+from .engine.registry import registry
 from .engine.steps import asettled, settled
 from .engine.values import first_to_end
 from .exceptions import (
@@ -49,12 +50,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine
     from datetime import timedelta
     from types import FrameType
+    from weakref import ref
 
     from django.db.models import Model
 
     from .backends.base import BaseLockBackend
     from .decorators import Policy, Skip, SkippingDecorator
-    from .engine.registry import Known
     from .engine.values import Busy, Request
 
     Seconds = float | timedelta
@@ -294,7 +295,7 @@ class Lock:
         # Lists change by single steps, which no thread or exception can divide. To be searched, they are
         # copied in one step too: other threads change them meanwhile.
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
-        self._acquired: list[Known] = []
+        self._acquired: list[ref[Lease]] = []
         self._blocks: list[EnteredWith] = []
         if extra:
             raise _too_many(name, extra)
@@ -491,7 +492,7 @@ class Lock:
             note(lease)
         except BaseException:
             if lease.entries is not entries:  # an asynchronous exception may come after the grant
-                lease.release_later()
+                lease.give_back_later()
             raise
         return lease
 
@@ -521,7 +522,7 @@ class Lock:
             note(lease)
         except BaseException:
             if lease.entries is not entries:
-                lease.release_later()
+                lease.give_back_later()
             raise
         return lease
 
@@ -588,6 +589,7 @@ class Lock:
 
     def _reentered(self, key: str) -> Lease | None:
         """Return the lease that this context holds already, and may enter once more."""
+        lease: Lease
         for lease in held_here(self.terms.using, key):
             if not self._is_of(lease) or (not self.terms.reentrant and not lease.is_left):
                 continue
@@ -598,7 +600,7 @@ class Lock:
                         self.name, f"this caller holds it shared{until} and would wait for itself"
                     )
                 if self.terms.release == "on_commit":
-                    lease.release_on_commit()
+                    lease.release_when = "on_commit"
                 return lease
         return None
 
@@ -610,7 +612,7 @@ class Lock:
 
     def _remember(self, lease: Lease) -> None:
         for known in [*self._acquired]:
-            if (old := known()) is None or not old.is_entered or old.is_left:
+            if (old := known()) is None or not old.may_be_left:
                 with suppress(ValueError):  # another thread may have been faster
                     self._acquired.remove(known)
         self._acquired.append(lease.ref)
@@ -725,6 +727,7 @@ def current_lease(name: str | Model | None = None) -> Lease | None:
     A decorated function gets its lease from it. None if nothing is held. LockDeadlock in a thread of
     ``sync_to_async()`` if the event loop of the holder does not say whether the holder waits for it.
     """
+    lease: Lease
     wanted = None if name is None else checked_name(name)
     for lease in reversed(all_held_here()):
         if (wanted is None or _is_called(lease, wanted)) and lease.is_mine():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from asgiref.sync import markcoroutinefunction
 
-from .engine.registry import Awaited
+from .engine.holding import Awaited
 from .engine.waiting import Wait
 from .exceptions import LockError, LockLost, LockNotAcquired, LockNotHeld
 from .ground.caller import Caller
@@ -200,7 +200,7 @@ class LockSet:
                 lock.keep_acquired(lease)
         except BaseException:  # asynchronous: nobody will have the leases
             for lease in {*leases}:
-                lease.release_later()
+                lease.give_back_later()
             raise
 
     def _all_held(

@@ -9,6 +9,7 @@ from asgiref.sync import sync_to_async
 from django.db.models import Model
 
 from .engine import fencing
+from .engine.values import Read
 from .lock import Lock
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class LockedObject(Generic[_M]):
             )
         lease.check()  # the row may have been waited for
         if not outer:
-            lease.reads = [*lease.reads, fencing.Read(using, state, len(lease.entries))]
+            lease.reads = [*lease.reads, Read(using, state, len(lease.entries))]
 
     def _end_read(self) -> None:
         """Forget the reload at the end of the block that made it, so that the next block reloads again."""

@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import connections, transaction
 
 from .exceptions import LockError, ReleasedBeforeCommit, SnapshotBeforeLock
-from .ground.naming import log_fields, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from .engine.lease import Lease
 
 logger = logging.getLogger("django_distlock")
 _View = TypeVar("_View", bound="Callable[..., Any]")
@@ -64,26 +61,6 @@ def still_open(marks: Collection[Any] | None) -> list[BaseDatabaseWrapper]:
         if mark is not None and (marks is None or mark in marks) and _is_open(connection):
             found.append(connection)
     return found
-
-
-def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> None:
-    """Release *lease* when the transactions of *open_ones* have ended; a rollback counts as an error."""
-
-    def release(is_committed: bool) -> None:
-        lease.note_end(is_committed=is_committed)
-        try:
-            if lease.is_entered:
-                lease.release_now()
-        except LockError:
-            # An error after a commit would look as if the data was not committed.
-            logger.exception(
-                "Lock %s could not be released after the end of its transaction",
-                printable(lease.name),
-                extra=log_fields(lease.name, lease.using),
-            )
-
-    lease.await_end()
-    call_at_end(open_ones, release)
 
 
 def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool], None]) -> None:

@@ -176,7 +176,7 @@ inline ask_again() {
     atomic { me.call == BUSY -> me.call = ACQUIRE; me.asked = 0 }
 }
 
-/* = django_distlock.engine.lease.Lease.grant */
+/* = django_distlock.engine.holding.Holding.grant */
 inline hold() {
     atomic {
         me.call == GRANTED ->
@@ -192,7 +192,7 @@ inline at_most_one_is_sure() {
     assert(!EXCLUSION || is_sure(0) + is_sure(1) + is_sure(CALLERS - 1) * (CALLERS > 2) <= 1)
 }
 
-/* = django_distlock.engine.lease.Lease.check */
+/* = django_distlock.engine.holding.Holding.check */
 inline check() {
     atomic {
         if
@@ -254,7 +254,7 @@ inline write_and_commit() {
     atomic { write_row(); guarded = false }
 }
 
-/* = django_distlock.engine.lease.Lease.release_now */
+/* = django_distlock.engine.holding.Holding.give_back_now */
 inline release() {
     atomic { me.state = RELEASED; me.remaining = 0; me.fresh = false; me.call = RELEASE };
     me.call == NOTHING
@@ -290,7 +290,7 @@ leave:
 
 /* The thread that renews. */
 
-/* = django_distlock.engine.lease.Lease.confirm */
+/* = django_distlock.engine.holding.Holding.confirm */
 inline confirm() {
     if
     :: me.state == HELD && me.owner == me.renewed && deadline(me.renewing) > me.remaining ->
@@ -300,7 +300,7 @@ inline confirm() {
     fi
 }
 
-/* = django_distlock.engine.lease.Lease.lose */
+/* = django_distlock.engine.holding.Holding.end */
 inline lose() {
     if
     :: me.state == HELD && me.owner == me.renewed -> me.state = LOST; me.remaining = 0
@@ -324,7 +324,7 @@ end:
     :: atomic { me.renewal == NO -> lose(); forget_renewal() }
 #endif
     /* The reply is lost: the deadline decides. */
-    /* = django_distlock.engine.lease.Lease.endanger */
+    /* = django_distlock.engine.holding.Holding.endanger */
     :: atomic { me.renewal == YES || me.renewal == NO -> forget_renewal() }
     od
 }

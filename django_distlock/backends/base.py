@@ -30,6 +30,7 @@ from django_distlock.engine.values import (
     Release,
     Request,
     Secret,
+    State,
     digest,
 )
 from django_distlock.engine.waiting import Wait, Waiting
@@ -300,7 +301,7 @@ class BaseLockBackend(ABC):
         for lease in registry.leases():
             is_here = lease.backend.location == self.location
             if is_here and digest(lease.request.owner) == owner_digest:
-                lease.lose("its release was forced by an operator")
+                lease.end(State.LOST, "its release was forced by an operator")
         state = "reserved by min_hold" if ended.reserved else f"held by {ended.holder}"
         logger.warning(
             "Lock %s, %s: its release was forced by %s",

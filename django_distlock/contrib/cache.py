@@ -71,7 +71,7 @@ def get_or_compute(
     finally:
         if lease is not None:
             with noted(lease):
-                lease.release_now()  # the value is in the cache, whatever transaction is open
+                lease.give_back_now()  # the value is in the cache, whatever transaction is open
 
 
 async def aget_or_compute(

@@ -19,6 +19,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from django_distlock.conf import DEFAULT_ALIAS, LEAST_TTL
+from django_distlock.engine.handover import hand_over
 from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockBackendError, LockError, LockLost, LockNotAcquired
 from django_distlock.ground import clock
@@ -238,7 +239,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             own = self.request.get("distlock_lease")
             if own and own.held and own.name == name:
                 try:
-                    return own, own.hand_over(seconds)
+                    return own, hand_over(own, seconds)
                 except LockError as problem:  # sent without it, the task acquires it again
                     task = task_text(self.name, task_id)
                     warn("%s is sent again without its lock: %s", task, problem, of=own)
@@ -249,7 +250,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         instead = f"await sync_to_async({self.__name__}.delay)(...)"
         refuse_event_loop(self.once.using, instead)
         with self._take(lock) as lease:
-            return lease, lease.hand_over(seconds)
+            return lease, hand_over(lease, seconds)
 
     def _take(self, lock: Lock) -> Lease:
         """Return a lease of *lock*; a task that has stored its result is given time to release it."""

@@ -20,8 +20,8 @@ from opentelemetry import metrics, trace
 from opentelemetry.metrics import Observation
 from opentelemetry.trace import Status, StatusCode
 
-from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import State
 from django_distlock.ground.naming import printable
 from django_distlock.signals import (
     backend_failed,
@@ -174,7 +174,7 @@ class _Instruments:
             for used in _used
             if used.provider is self.provider
             for lease in registry.leases()
-            if lease.state is state
+            if lease.look() is state
         )
         for (using, template), number in leases.items():
             labels = {"distlock.alias": using, "distlock.template": template}

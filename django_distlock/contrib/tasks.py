@@ -15,6 +15,7 @@ from django.dispatch import receiver
 from django.utils import timezone
 
 from django_distlock.conf import DEFAULT_ALIAS
+from django_distlock.engine.handover import hand_over
 from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockNotAcquired, NotSupported
 from django_distlock.ground import clock
@@ -199,7 +200,7 @@ def _later(task: UniqueTask, wait: float) -> Any:
 def _handed_over(task: UniqueTask, lease: Lease, first: Postmark | None) -> str:
     """Return what a message of *task* carries, with *lease* in it."""
     wait = task.run_after.timestamp() - time.time() if task.run_after else 0.0
-    return packed(lease.hand_over(_once(task).lease + max(0.0, wait)), lease.name, first)
+    return packed(hand_over(lease, _once(task).lease + max(0.0, wait)), lease.name, first)
 
 
 def _send(

@@ -29,19 +29,20 @@ from django_distlock.ground.mutexes import has_interrupted_a_section
 from django_distlock.ground.naming import LONGEST_SHOWN, log_fields, printable
 from django_distlock.signals import backend_failed, lock_acquired, lock_busy
 
-from .announcements import announce
 from .background import background
 from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
+from .holding import held_here
 from .local_queue import ASKS, SILENT
-from .registry import held_here, registry
+from .registry import registry
 from .steps import SETTLE, Steps, arun, asking_again, is_worth_asking_again, run
-from .values import Busy, Grant, Request, first_place, first_to_end
+from .values import Busy, Grant, Request, State, first_place, first_to_end
 from .waiting import LOOK, Queueing, Wait, Way
 
 if TYPE_CHECKING:
-    from django_distlock.engine.lease import Lease
     from django_distlock.ground.holder import Holder
+
+    from .holding import Holding
 
     Answer = Grant | Busy | LockBackendError
 
@@ -66,7 +67,7 @@ FEW = 32
 LAST = 0.25
 
 
-def acquire(lease: Lease, timeout: float | None) -> None:
+def acquire(lease: Holding, timeout: float | None) -> None:
     """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
 
     If the lease has a *stop*, there is no timeout: the wait ends within a second after that is set.
@@ -89,7 +90,7 @@ def acquire(lease: Lease, timeout: float | None) -> None:
             except LockBackendError as error:
                 # With its frames, which have the lease, it would keep that alive.
                 answer = error.with_traceback(None)
-        is_granted = isinstance(answer, Grant) and lease.grant(answer, start)
+        is_granted = isinstance(answer, Grant) and registry.grant(lease, answer, start)
         if not is_granted:
             calls = Calls(
                 backend.try_acquire,
@@ -126,7 +127,7 @@ def check_asyncio(alias: str) -> None:
         )
 
 
-async def aacquire(lease: Lease, timeout: float | None) -> None:
+async def aacquire(lease: Holding, timeout: float | None) -> None:
     backend, came = lease.backend, clock.wait_time()
     check_asyncio(backend.alias)
     if timeout == -1:
@@ -147,7 +148,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
         is_granted = (
             isinstance(answer, Grant)
             and (lease.in_line_as is None or backend.queue.keeps_turn(lease.line, lease.ref))
-            and lease.grant(answer, start)
+            and registry.grant(lease, answer, start)
         )
         if not is_granted:
             calls = Calls(
@@ -175,7 +176,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
         _tell_acquired(lease, clock.wait_time() - came, attempt)
 
 
-def _may_ask_at_once(lease: Lease) -> bool:
+def _may_ask_at_once(lease: Holding) -> bool:
     """Return True if no other caller of this process wants the lock; the lease is then the first in its local queue."""
     backend = lease.backend
     if backend.waiting.in_line:
@@ -191,18 +192,18 @@ def _may_ask_at_once(lease: Lease) -> bool:
     return True
 
 
-def _queues_by_trying(lease: Lease) -> bool:
+def _queues_by_trying(lease: Holding) -> bool:
     return lease.backend.waiting.queueing is Queueing.BY_TRYING and lease.request.limit is None
 
 
-def _tell_acquired(lease: Lease, waited: float, attempt: Attempt | None) -> None:
+def _tell_acquired(lease: Holding, waited: float, attempt: Attempt | None) -> None:
     requests, waited_for = (attempt.requests, attempt.waited_for) if attempt else (1, None)
     fields = log_fields(lease.name, lease.using, waited=waited, token=lease.fencing_token)
     logger.debug(
         "Lock %s acquired, token %s", printable(lease.name), lease.fencing_token, extra=fields
     )
-    announce(
-        lock_acquired, lease, lease=lease, waited=waited, requests=requests, waited_for=waited_for
+    lease.announce(
+        lock_acquired, lease=lease, waited=waited, requests=requests, waited_for=waited_for
     )
     lease.check()  # a receiver may have been slow, or have released it
 
@@ -213,9 +214,8 @@ def _end(attempt: Attempt, error: BaseException) -> None:
     if isinstance(error, LockNotAcquired):
         fields = log_fields(lease.name, lease.using, waited=error.waited, holder=error.holder)
         logger.info("%s", printable(error, 2 * LONGEST_SHOWN), extra=fields)
-        announce(
+        lease.announce(
             lock_busy,
-            lease,
             waited=error.waited,
             requests=attempt.requests,
             holder=error.holder,
@@ -226,10 +226,10 @@ def _end(attempt: Attempt, error: BaseException) -> None:
         fields = log_fields(lease.name, lease.using)
         logger.error("Lock %s: %s", printable(lease.name), printable(error), extra=fields)
         waited, requests = attempt.wait.waited, attempt.requests
-        announce(backend_failed, lease, error=error, waited=waited, requests=requests)
+        lease.announce(backend_failed, error=error, waited=waited, requests=requests)
 
 
-def _lock_of(lease: Lease) -> LockId:
+def _lock_of(lease: Holding) -> LockId:
     return LockId(lease.backend.location, lease.request.key)
 
 
@@ -268,7 +268,7 @@ class Attempt:
 
     def __init__(
         self,
-        lease: Lease,
+        lease: Holding,
         wait: Wait,
         calls: Calls | None = None,
         bell: ThreadBell | TaskBell | None = None,
@@ -420,8 +420,8 @@ class Attempt:
         """Raise LockNotAcquired, as no time is left, unless the lock is free by now."""
         queue, line = self.backend.queue, self._line
         holder = queue.held_by(line)
-        if holder is not None and holder.held:
-            self.busy = Busy(holder.holder, holder.remaining)
+        if holder is not None and holder.look() is State.HELD:
+            self.busy = Busy(holder.request.holder, holder.time_left)
             self._refuse()
         self.busy = Busy()  # others of this process are before us
         answer, busy = queue.answer(line, YOUNG), None
@@ -505,11 +505,11 @@ class Attempt:
         """Become held, unless the lease is past its deadline already, or was passed over."""
         queue, line = self.backend.queue, self._line
         if self.lease.in_line_as is None:
-            return self.lease.grant(granted, this.start)
+            return registry.grant(self.lease, granted, this.start)
         if not queue.keeps_turn(line, self.bell):
             return False
         queue.note_queued(line, None)  # the server has ended its position with the grant
-        return self.lease.grant(granted, this.start)
+        return registry.grant(self.lease, granted, this.start)
 
     def _give_back(self) -> Steps[Act, None]:
         """Give back a grant that is not accepted; ask as another owner from now on: the server may know that this one gave it back."""
@@ -687,7 +687,11 @@ class Attempt:
         if has_interrupted_a_section() or _lock_of(lease) in changing:
             raise LockDeadlock(lease.name, INTERRUPTS)
         if runs_foreign_tasks() and self._limit is None:
-            held = (each for each in registry.leases() if each.held and each.is_of_caller())
+            held = (
+                each
+                for each in registry.leases()
+                if each.look() is State.HELD and each.is_of_caller()
+            )
             if any(_lock_of(each) == _lock_of(lease) for each in held):
                 raise LockDeadlock(lease.name, STOPS_HOLDER)
 
@@ -726,4 +730,4 @@ class Attempt:
             elif self.on_server is OnServer.POSITION and self._waiting.position_is_grant:
                 backend.dequeue_later(request)
         finally:
-            self.lease.give_up()
+            self.lease.end(State.RELEASED)

@@ -15,17 +15,8 @@ if TYPE_CHECKING:
 
     from django.dispatch import Signal
 
-    from .lease import Lease
-
 #: The background lane in which receivers run; no alias can have this name.
 _RECEIVERS = ("receivers",)
-
-
-def announce(signal: Signal, lease: Lease, /, **facts: Any) -> None:
-    """Send *signal* about this lease to its receivers."""
-    if signal.receivers:
-        known = {"name": lease.name, "using": lease.using, "template": lease.template}
-        send(signal, type(lease.backend), **known, **facts)
 
 
 def send(signal: Signal, sender: Hashable, **facts: Any) -> None:

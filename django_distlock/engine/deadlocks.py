@@ -136,7 +136,7 @@ class WaitGraph:
             # A lease that was handed on is released by other code.
             if (caller := lease.caller) is not None and lease.is_kept:
                 lock = LockId(lease.backend.location, lease.request.key)
-                found[lock].append(HeldBy(caller, lease.shared))
+                found[lock].append(HeldBy(caller, lease.request.shared))
         for lock, holder in otherwise:
             found[lock].append(holder)
         return found

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.db import connections, models, router, transaction
 from django.db.models.query import (
@@ -30,7 +30,7 @@ from .values import batches
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from .lease import Lease
+    from .holding import Holding
 
 _T = TypeVar("_T")
 #: Rows in one statement: older SQLite takes at most 999 parameters.
@@ -41,14 +41,6 @@ _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before 
 _VALUES = ValuesIterable, ValuesListIterable, FlatValuesListIterable
 
 
-class Read(NamedTuple):
-    """An instance that locked() has read: where, the ``_state`` that tells it from others, and how deep its block is."""
-
-    using: str
-    state: object
-    depth: int
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The lock and the token by which an instance was claimed: its save() and delete() compare the fence."""
@@ -57,7 +49,7 @@ class Claim:
     token: int
 
     @classmethod
-    def of(cls, lease: Lease) -> Claim:
+    def of(cls, lease: Holding) -> Claim:
         return cls(lease.name, lease.checked_token())
 
     def mark(self, row: _T) -> _T:
@@ -93,7 +85,7 @@ class Claim:
             return delete(**kwargs)
 
 
-def claim(lease: Lease, target: Any) -> Any:
+def claim(lease: Holding, target: Any) -> Any:
     """Raise the fences of *target*, an instance or a queryset, and return it read again."""
     mine = Claim.of(lease)
     if isinstance(target, models.QuerySet):
@@ -105,7 +97,7 @@ def claim(lease: Lease, target: Any) -> Any:
         return mine.mark(row.get())
 
 
-def read_again(lease: Lease, instance: models.Model) -> None:
+def read_again(lease: Holding, instance: models.Model) -> None:
     """Read all fields of *instance* again; one with a fence is claimed by that, if nobody shares the lease."""
     claims = _fence(instance._meta.model) is not None and not lease.request.shared
     mine = Claim.of(lease) if claims else None
@@ -228,12 +220,12 @@ def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet
     return claimed
 
 
-def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
+def save(lease: Holding, instance: models.Model, **kwargs: Any) -> None:
     """Save *instance* if its fence is the token of *lease*; see Lease.save()."""
     Claim.of(lease).save(instance, instance.save, **kwargs)
 
 
-def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any]) -> int:
+def update(lease: Holding, queryset: models.QuerySet[Any], values: dict[str, Any]) -> int:
     """Update the rows whose fence is the token of *lease*; see Lease.update()."""
     if "fence" in values:
         msg = "update() sets the fence to the token of the lease; do not give it fence=..."

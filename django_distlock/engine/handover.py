@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from django.core import signing
 
@@ -13,9 +14,10 @@ from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import checked_name, printable
 
-from .registry import note_held_here, registry
-from .steps import Steps
-from .values import Grant, Request, Secret
+from .holding import note_held_here
+from .registry import registry
+from .steps import Steps, run, settled
+from .values import Grant, Request, Secret, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
     from django_distlock.backends.base import BaseLockBackend
 
-    from .lease import Lease
+    from .holding import Holding
+
+    _Held = TypeVar("_Held", bound=Holding)
 
 #: Returns the backend of an alias. handler.py, which is above the engine, sets it; until then there is none.
 backend_of: Callable[[str], BaseLockBackend] = dict[str, "BaseLockBackend"]().__getitem__
@@ -39,13 +43,20 @@ class TakeOver(NamedTuple):
     former: str
 
 
-def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request], str]:
+def hand_over(lease: Holding, ttl: float | timedelta | None = None) -> str:
+    """Do what Lease.detach() does, for a lock that protects no data of the open transaction."""
+    extend = lease.backend.extend
+    return run(detaching(lease, ttl), lambda asked: settled(partial(extend, asked)))
+
+
+def detaching(lease: Holding, ttl: float | timedelta | None) -> Steps[list[Request], str]:
     if not lease.backend.supports_detach:
         instead = lease.backend.instead or "The lock is bound to this process."
         raise NotSupported(lease.using, "detach()", instead)
     own_ttl = lease.request.ttl
     yield from lease.extending(ttl)
-    lease.end_here()
+    if not lease.end(State.DETACHED):
+        raise LockLost(lease.name, lease.reason)
     request = lease.request
     known = {
         "renew": lease.renews,
@@ -74,7 +85,7 @@ def name_in(text: str) -> str:
     return ""
 
 
-def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lease]:
+def attaching(make: Callable[..., _Held], text: str, purpose: str) -> Steps[TakeOver, _Held]:
     """Return the lease, held by a new owner; LockLost if it had ended, or another process has attached it."""
     if not isinstance(text, str):
         what = type(text).__name__
@@ -103,10 +114,10 @@ def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lea
         registry.add(lease)
         is_ours = yield TakeOver(backend, request, former)
     except BaseException:
-        lease.break_off()
+        lease.end(State.RELEASED, frees=True)
         raise
-    if is_ours and lease.grant(Grant(token), start):
+    if is_ours and registry.grant(lease, Grant(token), start):
         note_held_here(lease.using, request.lock_key, lease.ref)
         return lease
-    lease.give_up()
+    lease.end(State.RELEASED)
     raise LockLost(name, "it had ended, or was attached elsewhere, before")

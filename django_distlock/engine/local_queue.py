@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from django_distlock.ground import clock
@@ -14,14 +14,14 @@ from django_distlock.ground.mutexes import section
 from .waiting import Turns
 
 if TYPE_CHECKING:
-    from django_distlock.engine.lease import Lease
     from django_distlock.exceptions import LockBackendError
 
     from .bells import Bell
+    from .holding import Holding
     from .values import Busy, Request
 
     #: A caller in a line of this process: a bell, or for one that came first, a reference to its lease.
-    LocalCaller = Bell | ref[Lease]
+    LocalCaller = Bell | ref[Any]
 
 #: Hand-offs inside a process before it lets another process that wants the lock go first.
 IN_A_ROW = 16
@@ -66,7 +66,7 @@ class _Line:
         #: When the caller with the turn is heard of again at the latest (``clock.wait_time()``).
         self.expected = math.inf
         #: The lease that holds the lock; a weak reference, so that the line does not keep it alive.
-        self.holding: ref[Lease] | None = None
+        self.holding: ref[Holding] | None = None
         #: The request that has a position in the server's queue, which belongs to all callers of the line.
         self.queued: Request | None = None
         self.answer: Answer | None = None
@@ -107,7 +107,7 @@ class LocalQueue:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, ref[Lease] | _Line] = {}
+        self.lines: dict[str, ref[Holding] | _Line] = {}
         #: The locks that other processes want too, for backends that do not wake waiters.
         self.turns = Turns()
         self._failures: dict[Bell, LockBackendError] = {}
@@ -123,7 +123,7 @@ class LocalQueue:
             line.give_turn(bell)
             return True
 
-    def stay(self, key: str, lease: ref[Lease], bell: Bell) -> None:
+    def stay(self, key: str, lease: ref[Holding], bell: Bell) -> None:
         """Note the bell of a caller that came first and was refused; *lease* stood for it until now."""
         with self._mutex:
             line = self._line(key)
@@ -225,7 +225,7 @@ class LocalQueue:
             if line is not None and line.first is not None and not isinstance(line.first, ref):
                 line.first.ring()
 
-    def hold(self, key: str, bell: Bell, lease: ref[Lease]) -> None:
+    def hold(self, key: str, bell: Bell, lease: ref[Holding]) -> None:
         """Note that *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
         with self._mutex:
             line = self._found(key)
@@ -239,7 +239,7 @@ class LocalQueue:
                 return 0
             return len(line.callers) - (line.holding is not None)
 
-    def held_by(self, key: str) -> Lease | None:
+    def held_by(self, key: str) -> Holding | None:
         with self._mutex:
             line = self.lines.get(key)
             holding = line.holding if isinstance(line, _Line) else line

@@ -8,7 +8,7 @@ import math
 import random
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from django.db.models import TextChoices
 from django.utils.translation import gettext_lazy as _
@@ -166,6 +166,29 @@ class Release(enum.Enum):
     RELEASED = "released"
     GONE = "gone"
     TAKEN = "taken"
+
+
+class State(enum.Enum):
+    """The states of a lease; all but the first two are final."""
+
+    PENDING = "pending"
+    HELD = "held"
+    LOST = "lost"
+    RELEASED = "released"
+    DETACHED = "handed to another process"
+    INHERITED = "held by the process that this one was forked from"
+
+
+#: The states that are not final.
+NOT_ENDED = State.PENDING, State.HELD
+
+
+class Read(NamedTuple):
+    """An instance that locked() has read: where, the ``_state`` that tells it from others, and how deep its block is."""
+
+    using: str
+    state: object
+    depth: int
 
 
 class LockState(TextChoices):

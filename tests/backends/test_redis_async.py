@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from django_distlock.engine.lease import Lease as Holding
+    from django_distlock.engine.holding import Holding
     from tests.fixtures.redis import Replicated
 
 # Some start servers of their own.

@@ -11,8 +11,8 @@ import pytest
 
 from django_distlock import Lease, LockError, lock
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import State
 from tests.fixtures.eventually import aeventually
 
 from .crew import waiting_for

@@ -9,7 +9,7 @@ import pytest
 from django.core.signing import BadSignature
 
 from django_distlock import Lease, LockLost, LockNotHeld, lock
-from django_distlock.engine.lease import State
+from django_distlock.engine.values import State
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child

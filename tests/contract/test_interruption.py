@@ -20,7 +20,7 @@ import pytest
 
 from django_distlock import Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.lease import State
+from django_distlock.engine.values import State
 from tests.fixtures.eventually import eventually
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import StopAt, TimeLimit, is_ours

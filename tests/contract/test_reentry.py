@@ -26,7 +26,8 @@ from django_distlock import (
     lock_all,
     locks,
 )
-from django_distlock.engine.registry import _held_here, registry
+from django_distlock.engine.holding import _held_here
+from django_distlock.engine.registry import registry
 from django_distlock.ground import sync_to_async as bridges
 from tests.fixtures.eventually import aeventually, never
 

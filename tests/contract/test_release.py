@@ -18,8 +18,7 @@ from django_distlock import (
     lock,
 )
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.lease import State
-from django_distlock.engine.values import Release, new_owner
+from django_distlock.engine.values import Release, State, new_owner
 from tests.fixtures.eventually import eventually
 
 from .crew import elsewhere

@@ -32,6 +32,7 @@ from django_distlock import (
 )
 from django_distlock.contrib import opentelemetry
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import State
 from django_distlock.ground import clock
 from tests.contract.crew import elsewhere, held_in_thread, start, take_and_release, waiting_for
 from tests.fixtures.eventually import eventually
@@ -49,8 +50,7 @@ def in_memory(settings: Settings) -> Iterator[None]:
             "OPTIONS": {"location": "redis://127.0.0.1:9/0"},
         },
     }
-    for left in registry.leases():
-        left.abandon()  # by tests elsewhere: all that are held are counted
+    registry.release_all()  # by tests elsewhere: all that are held are counted
     yield
     locks.reset()
 
@@ -208,7 +208,7 @@ def test_refusals_losses_and_errors_are_counted(
         lock("fee:1", timeout=0).__enter__()
     lost = lock("fee:2").acquire()
     assert lost
-    lost.lose("a test says so")
+    lost.end(State.LOST, "a test says so")
     with pytest.raises(LockLost):
         lost.release()
     with pytest.raises(LockBackendError, match="Redis") as failed:
@@ -226,7 +226,9 @@ def test_refusals_losses_and_errors_are_counted(
 
 
 @pytest.mark.parametrize(
-    "end", [Lease.detach, lambda lease: lease.lose("a test says so")], ids=["detached", "lost"]
+    "end",
+    [Lease.detach, lambda lease: lease.end(State.LOST, "a test says so")],
+    ids=["detached", "lost"],
 )
 def test_a_span_is_as_long_as_the_lock_was_held(
     reader: InMemoryMetricReader, exporter: InMemorySpanExporter, end: Callable[[Lease], object]

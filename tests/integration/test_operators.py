@@ -279,7 +279,7 @@ def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool)
     assert "Release it? [y/N]" in child.stderr
     assert "Traceback" not in child.stderr
     assert lock(name, reentrant=False).locked() is not is_released
-    lease.release_later()
+    lease.give_back_later()
 
 
 def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -187,7 +187,7 @@ class Transactions:
         with transaction.atomic():
             lease = lock("x").acquire()
             lease.guard()
-            lease.release_now()
+            lease.give_back_now()
             assert not is_free("x")
         with transaction.atomic():
             assert is_free("x")
@@ -230,7 +230,7 @@ class Transactions:
                 transaction_lock("x")
                 lease = lock("x").acquire()
                 lease.guard()
-                lease.release_now()
+                lease.give_back_now()
                 with self.assertRaises(KeyError), transaction.atomic():
                     transaction_lock("x")
                     raise KeyError

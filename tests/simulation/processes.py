@@ -20,7 +20,7 @@ from django_distlock.engine import background
 from django_distlock.engine.deadlocks import wait_graph
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Grant
+from django_distlock.engine.values import Grant, State
 from django_distlock.ground import clock, mutexes
 from django_distlock.handler import locks, make_backend
 
@@ -114,7 +114,7 @@ def simulated(here: World, watch: Watch) -> Iterator[None]:
         (sys.modules["django_distlock.engine.waiting"].random, "uniform", here.random.uniform),
         (sys.modules["django_distlock.engine.waiting"].random, "randrange", here.random.randrange),
         (Lease, "grant", watch.grant),
-        (Lease, "lose", watch.lose),
+        (Lease, "end", watch.end),
     ]
     threads = [
         (module, "threading", Threading)
@@ -165,7 +165,7 @@ class Watch:
 
     def __init__(self, here: World) -> None:
         self.world = here
-        real_grant, real_lose = Lease.grant, Lease.lose
+        real_grant, real_end = Lease.grant, Lease.end
         watch = self
 
         def grant(lease: Lease, granted: Grant, asked: float) -> bool:
@@ -174,11 +174,12 @@ class Watch:
                 watch.granted(lease)
             return is_held
 
-        def lose(lease: Lease, reason: str) -> None:
-            watch.losing(lease, reason)
-            real_lose(lease, reason)
+        def end(lease: Lease, state: State, reason: str = "", **terms: bool) -> bool:
+            if state is State.LOST:
+                watch.losing(lease, reason)
+            return real_end(lease, state, reason, **terms)
 
-        self.grant, self.lose = grant, lose
+        self.grant, self.end = grant, end
 
     def granted(self, lease: Lease) -> None:
         raise NotImplementedError

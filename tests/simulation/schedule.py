@@ -17,8 +17,8 @@ from django_distlock import Lease, lock, lock_all
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.deadlocks import wait_graph
-from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import State
 from django_distlock.exceptions import (
     LockBackendError,
     LockDeadlock,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,12 @@ from django_distlock import (
     lock_all,
 )
 from django_distlock.backends import BaseLockBackend
+from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import acquisition
 from django_distlock.lock import LockTerms, Terms
 from django_distlock.lock_set import LockSet
 from testproject import directory
+from tests.fixtures.pages import DOCS
 
 
 def test_the_public_names_are_these() -> None:
@@ -123,6 +126,16 @@ def test_every_public_method_is_documented(kind: type) -> None:
     twins = {name for name in bare if name.startswith("a") and name[1:] in public}
     assert bare - twins == set()
     assert not twins or "begin with" in (inspect.getdoc(kind) or "")
+
+
+def test_dir_shows_of_a_lease_what_its_page_describes(memory: LocMemBackend) -> None:
+    section = (
+        (DOCS / "reference/api.md").read_text().split("autoclass:: Lease()")[1].split("\n##")[0]
+    )
+    described = re.findall(r"   \.\. (?:auto\w+|attribute):: (\w+)", section)
+
+    with lock("a") as lease:
+        assert [name for name in dir(lease) if not name.startswith("_")] == sorted(described)
 
 
 def _parameters(method: Any) -> list[tuple[str, Any, Any]]:

@@ -21,6 +21,7 @@ from django_distlock import (
     lock_all,
 )
 from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.values import State
 from tests.fixtures.eventually import aeventually
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -111,7 +112,7 @@ async def test_also_if_the_lease_is_lost_at_the_same_time() -> None:
     leases: list[Lease] = []
     working = asyncio.create_task(work())
     await aeventually(lambda: leases)
-    leases[0].lose("somebody says so")
+    leases[0].end(State.LOST, "somebody says so")
     working.cancel()
 
     with pytest.raises(asyncio.CancelledError):

@@ -94,8 +94,7 @@ def reader(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     for signal, receivers in heard.items():
         signal.receivers[:] = receivers
         signal.sender_receivers_cache.clear()
-    for left in registry.leases():
-        left.abandon()
+    registry.release_all()
     locks.close()
     for alias in set(connections) - {"default", "postgres", "mariadb"}:
         connections[alias].close()

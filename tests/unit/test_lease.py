@@ -19,10 +19,9 @@ from django_distlock import (
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine.lease import State
 from django_distlock.engine.local_queue import LocalQueue
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Release, Request
+from django_distlock.engine.values import Release, Request, State
 from django_distlock.ground import clock
 from django_distlock.ground.clock import drift
 from tests.fixtures.clocks import PutForward
@@ -52,7 +51,7 @@ def test_our_deadline_is_before_the_servers_by_the_drift_of_clocks(
 
     assert drift(ttl) == pytest.approx(ttl * 0.01 + 0.002)
     assert began <= lease.deadline - ttl + drift(ttl) <= clock.lease_time()
-    lease.abandon()
+    registry.release_all()
 
 
 def test_it_is_lost_when_the_deadline_passes_and_not_before(
@@ -80,7 +79,7 @@ def test_one_that_the_exit_gives_back_during_its_release_was_not_lost(
 
     def exit_meanwhile(request: Request) -> Release:
         monkeypatch.undo()
-        lease.abandon()
+        registry.release_all()
         return release(request)
 
     monkeypatch.setattr(memory, "release", exit_meanwhile)
@@ -142,7 +141,7 @@ def test_released_is_final_and_tells_nobody(memory: LocMemBackend, put_forward: 
     lease.release()
 
     put_forward(1_000)
-    lease.lose("too late")
+    lease.end(State.LOST, "too late")
 
     assert lease.state is State.RELEASED
     assert not told
@@ -196,7 +195,7 @@ def test_a_finalizer_may_release_whatever_its_thread_holds(
     put_forward(100)
 
     with lease._mutex, registry._mutex, memory.queue._mutex:
-        lease.release_later()
+        lease.give_back_later()
 
     eventually(lambda: lease.lost, 5)
 

@@ -64,7 +64,7 @@ def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answ
     queue.failed("a", error)
     queue.leave("a", first)
     if answer == "granted":
-        queue.hold("a", second, cast("ref[Lease]", ref(_Leased())))
+        queue.hold("a", second, cast("Any", ref(_Leased())))
     else:
         queue.refused("a", Busy())
     queue.failed("a", error)

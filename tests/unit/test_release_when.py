@@ -26,6 +26,7 @@ from django_distlock import (
     lock_all,
     transactions,
 )
+from django_distlock.engine.values import State
 from django_distlock.lock import LockTerms
 from django_distlock.signals import lock_released
 from django_distlock.testing import reset_locks
@@ -296,7 +297,7 @@ def test_a_thread_that_ends_without_ending_its_transaction_frees_it() -> None:
 
 def test_one_lost_before_the_exit_is_told_of_there_so_that_the_transaction_rolls_back() -> None:
     with pytest.raises(LockLost), transaction.atomic(), lock("a") as lease:
-        lease.lose("a test says so")
+        lease.end(State.LOST, "a test says so")
 
 
 def test_one_lost_between_the_exit_and_the_commit_is_logged(
@@ -305,7 +306,7 @@ def test_one_lost_between_the_exit_and_the_commit_is_logged(
     with transaction.atomic():
         with lock("a") as lease:
             pass
-        lease.lose("a test says so")
+        lease.end(State.LOST, "a test says so")
 
     said = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert said == [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import LockBackendError, lock, locks
+from django_distlock import Lease, LockBackendError, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.registry import registry
@@ -148,13 +148,14 @@ def test_a_lease_is_not_due_while_it_is_being_granted(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     due: list[object] = []
-    granted = registry.granted
+    grant = Lease.grant
 
-    def look_at_that_moment(*args: Any) -> Any:
+    def look_at_that_moment(*args: Any) -> bool:
+        is_held = grant(*args)
         due.extend(registry._take_due().values())
-        return granted(*args)
+        return is_held
 
-    monkeypatch.setattr(registry, "granted", look_at_that_moment)
+    monkeypatch.setattr(Lease, "grant", look_at_that_moment)
 
     with lock("a", ttl=60):
         pass

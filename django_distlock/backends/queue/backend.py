@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django_distlock.backends.base import StepsBackend
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Busy, Grant, Request
+from django_distlock.engine.values import Busy, Grant, Request, State
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.ground import clock
 
@@ -18,7 +18,7 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.lease import Lease
+    from django_distlock.engine.holding import Holding
 
 
 class QueueBackend(StepsBackend):
@@ -86,8 +86,12 @@ class QueueBackend(StepsBackend):
     def is_session_over(self, request: Request) -> bool:
         return self._verbs.is_session_over(request)
 
-    def _leases(self) -> list[Lease]:
-        return [lease for lease in registry.leases() if lease.backend is self and lease.held]
+    def _leases(self) -> list[Holding]:
+        return [
+            lease
+            for lease in registry.leases()
+            if lease.backend is self and lease.look() is State.HELD
+        ]
 
     def _session_lost(self, reason: str) -> None:
         """End the leases of a session that is over. Does not block; any thread may call it."""
@@ -95,6 +99,6 @@ class QueueBackend(StepsBackend):
         def lose() -> None:
             for lease in self._leases():
                 if self.is_session_over(lease.request):
-                    lease.lose(reason)
+                    lease.end(State.LOST, reason)
 
         background.at(clock.lease_time(), lose)

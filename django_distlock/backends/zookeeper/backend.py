@@ -16,7 +16,16 @@ from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, batches
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    Purged,
+    Release,
+    Request,
+    State,
+    batches,
+)
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
 
@@ -27,7 +36,7 @@ from .options import ZooKeeperOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from django_distlock.engine.lease import Lease
+    from django_distlock.engine.holding import Holding
 
 
 _T = TypeVar("_T")
@@ -222,7 +231,7 @@ class ZooKeeperBackend(QueueBackend):
             if is_kept:
                 lease.confirm(start, request.ttl)
             elif lease.is_entered:  # otherwise it is being released right now
-                lease.lose("its node is gone")
+                lease.end(State.LOST, "its node is gone")
 
 
 def _again(steps: Callable[[], Steps[_T]], ends: float) -> Steps[_T]:
@@ -235,6 +244,6 @@ def _again(steps: Callable[[], Steps[_T]], ends: float) -> Steps[_T]:
                 raise
 
 
-def _renewal(lease: Lease) -> Request | None:
+def _renewal(lease: Holding) -> Request | None:
     """Return the request that confirms *lease*; it does not prolong a lease that is not renewed."""
-    return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)
+    return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.time_left)

@@ -32,7 +32,7 @@ from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
 from django_distlock.engine.acquisition import acquire
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.steps import settled
-from django_distlock.engine.values import Held, LockState, Secret
+from django_distlock.engine.values import Held, LockState, Secret, State
 from django_distlock.exceptions import LockBackendError, LockLost, LockNotAcquired, NotSupported
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
@@ -348,13 +348,12 @@ class EditLock:
             lease = Lease(self.backend, request, renew=False, release_when="at_exit")
             try:
                 acquire(lease, 0)
-                lease.end_here()
+                if lease.end(State.DETACHED):
+                    return
             except LockNotAcquired as refused:
                 busy = refused
             except LockLost:
                 continue
-            else:
-                return
             editor = self.look()
             if editor is not None and not (is_newest and editor.is_me and editor.nonce):
                 self.editor = editor

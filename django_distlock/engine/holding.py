@@ -1,0 +1,721 @@
+"""Holding: one holding of a lock, from its request to its end; and what the running code holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import weakref
+from asyncio import _get_running_loop
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any, Self
+
+from django_distlock import transactions
+from django_distlock.conf import checked_ttl
+from django_distlock.exceptions import (
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockNotHeld,
+    LockNotOwned,
+    NotSupported,
+)
+from django_distlock.ground import clock
+from django_distlock.ground.caller import Caller, current_caller, forks, here, runs_foreign_tasks
+from django_distlock.ground.clock import drift
+from django_distlock.ground.naming import log_fields, printable, warn
+from django_distlock.ground.sync_to_async import entering_caller, waits_for_us
+from django_distlock.signals import lock_detached, lock_extended, lock_lost, lock_released
+
+from .announcements import send
+from .background import background
+from .steps import Steps, asettled, settled
+from .values import NOT_ENDED, Grant, Release, Request, State, new_owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+    from datetime import timedelta
+
+    from django.dispatch import Signal
+
+    from django_distlock.backends.base import BaseLockBackend
+
+    from .bells import Bell
+    from .values import Read
+
+    #: Returns a lease, or None if there is none (any more).
+    Known = Callable[[], Any]
+    #: Alias and Request.lock_key.
+    _Lock = tuple[str, str]
+    _Level = dict[_Lock, tuple[Known, ...]]
+
+logger = logging.getLogger("django_distlock")
+#: A lease with less than this part of its ttl left should have been renewed by now.
+LATE = 0.5
+#: The reason in LockDeadlock for a thread of sync_to_async().
+UNCLEAR = "the event loop of its holder is blocked, perhaps by the holder itself: does that wait for this thread?"
+#: The states in which there is something to release.
+_TO_RELEASE = State.HELD, State.LOST
+#: A server forgets who has released: asked again much later, it may say that somebody else has the lock.
+_is_released = partial(is_, Release.RELEASED)
+_BACKGROUND: set[asyncio.Task[Any]] = set()
+_NOWHERE: dict[int, Any] = {}
+
+
+class Holding:
+    """One holding of one lock, as the engine knows it. Users get it as a Lease, which adds their methods."""
+
+    fencing_token: int | None = None
+    #: What its name was made of, as distributed_lock() was given it: "fee:{account_id}"; "" if that is not known.
+    template = ""
+    #: Why it was lost; empty while it is not.
+    reason = ""
+    #: When it is lost unless it is extended before, and when it is renewed next: seconds on ``clock.lease_time()``.
+    deadline = due = 0.0
+    #: Its min_hold, where that counts only if nothing fails until the release.
+    hold_on_success = 0.0
+    #: Whether its last entry has been left, and the end of a transaction is going to release it.
+    awaits_end = False
+    #: Ends the wait of lead() for it.
+    stop: threading.Event | None = None
+    #: What stands for it in the line of this process while it waits for the lock, or holds it alone.
+    in_line_as: Bell | weakref.ref[Any] | None = None
+    #: Where the registry keeps it until it ends, by id.
+    kept_in = _NOWHERE
+    granted_at = 0.0
+    _state = State.PENDING
+    _holds_until: float | None = None
+    _is_in_jeopardy = False
+    _is_waiting = False
+    #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
+    entries: list[Caller] | tuple[()] = ()
+    #: The instances that open blocks of locked() have read.
+    reads: list[Read] | tuple[()] = ()
+    _on_lost: list[Callable[[str], object]] | tuple[()] = ()
+
+    def __init__(
+        self: Self,
+        backend: BaseLockBackend,
+        request: Request,
+        *,
+        renew: bool = True,
+        max_hold: float | None = None,
+        release_when: str = "auto",
+        template: str = "",
+        hold_on_success: float = 0.0,
+    ) -> None:
+        """Make it pending; it is registered before anything is sent. *release_when*: *release* of LockTerms."""
+        self.backend = backend
+        self.request = request
+        self.name = request.name
+        self.using = backend.alias
+        #: The key of its line in this process.
+        self.line = backend.line_of(request)
+        #: Whether others may hold the lock with it: other readers, or in other places.
+        self._lets_others_in = request.shared or request.limit is not None
+        self.renews = renew
+        self.release_when = release_when
+        self.template = template
+        self.hold_on_success = hold_on_success
+        # As current_caller(), without a call: this is on the way of every acquire.
+        self.caller: Caller | None = here.caller if _get_running_loop() is None else Caller()
+        #: For those that must not keep it alive.
+        self.ref = weakref.ref(self)
+        hash(self.ref)  # it keeps the result: once its object is gone, it has no other
+        self._max_hold = max_hold
+        self._mutex = threading.RLock()
+        #: The transactions that it was taken in.
+        self.began_in: Collection[Any] = transactions.open_here()
+
+    # Whether it is held.
+
+    def look(self) -> State:
+        """Return its state now, by the clock of this machine: if its deadline has passed, it becomes lost."""
+        if os.getpid() != forks.pid:
+            forks.notice()
+        if self._state is State.HELD and clock.lease_time() >= self.deadline:
+            self.end(State.LOST, "its deadline passed before it was extended")
+        return self._state
+
+    def check(self) -> None:
+        """Raise LockLost unless it is certain that the lock is still ours, LockNotHeld if it was released.
+
+        It compares the deadline with our clock and, where a session holds the lock, looks whether it
+        has ended. It sends no request.
+        """
+        state = self.look()
+        if state is State.HELD and self.lose_with_session():
+            state = self._state
+        if state is State.LOST:
+            raise LockLost(self.name, self.reason)
+        if state is not State.HELD:
+            raise self._not_held()
+
+    @property
+    def is_endangered(self) -> bool:
+        """Whether a renewal is late or has failed, while the deadline has not passed yet."""
+        renewal = self.renewal()  # a shorter one, or none, towards the end of its max_hold
+        late = renewal.ttl * LATE if self.renews and renewal is not None else 0.0
+        is_held = self.look() is State.HELD
+        return is_held and (self._is_in_jeopardy or self.time_left < late)
+
+    @property
+    def time_left(self) -> float:
+        """Seconds until its deadline."""
+        return max(0.0, self.deadline - clock.lease_time())
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is held and not being released. Unlike look(), it reports no loss."""
+        is_held = self._state is State.HELD and bool(self.entries)
+        return is_held and clock.lease_time() < self.deadline
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether it was granted, even if it has ended since."""
+        return self._state is not State.PENDING
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was released, lost or handed on, and blocks no other caller. Unlike look(), it reports no loss."""
+        return self._state not in NOT_ENDED and self.in_line_as is None
+
+    def checked_token(self) -> int:
+        """Return the fencing token; NotSupported where the backend gives none, or the lock has a limit."""
+        if self.request.place is not None:
+            what = "fencing by a lock with a limit"
+            raise NotSupported(
+                self.using, what, "Its tokens do not order the holders of several places."
+            )
+        if self.fencing_token is None:
+            raise NotSupported(self.using, "fencing tokens", "Guard the data by another backend.")
+        return self.fencing_token
+
+    # Who has it.
+
+    def grant(self, granted: Grant, asked: float) -> bool:
+        """Become held, as *granted* to a request of *asked*; False if it is past its deadline already, or was abandoned."""
+        ttl, start = self.request.ttl, granted.start or asked
+        ends = start + ttl - drift(ttl)
+        now = clock.lease_time()
+        if now >= ends:
+            return False
+        with self._mutex:
+            if self._state is not State.PENDING:
+                return False
+            self.entries = [self.caller or current_caller()]
+            self.fencing_token, self.deadline, self.granted_at = granted.token, ends, now
+            self._holds_until = None if self._max_hold is None else start + self._max_hold
+            # Before it is held, and so may be renewed. Not from now: after a late answer, less of it is left.
+            self.due = max(now, start + ttl / 3)
+            self._state = State.HELD
+        if self._lets_others_in:
+            self.leave_line()
+        return True
+
+    def enter(self) -> Self:
+        """Count one more entry of the same holder; LockNotHeld if that has just left, as a task that was cancelled does."""
+        with self._mutex:
+            if not self.entries:
+                raise self._not_held()
+            self.entries = [*self.entries, entering_caller()]
+            if begun := transactions.open_here():
+                self.began_in = weakref.WeakSet((*self.began_in, *begun))
+        return self
+
+    def give_to(self, caller: Caller) -> None:
+        """Make *caller* the owner of the last entry, which another task has made for it."""
+        with self._mutex:
+            self.entries = [*self.entries[:-1], caller]
+            self.caller = self.entries[0]
+
+    def hand_on(self) -> None:
+        """Take it from its caller: its work goes on in any thread or task that uses lent()."""
+        self.caller = None
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Make the running thread or task its caller in the block; before and after, it has none."""
+        with self._mutex:
+            self.caller = current_caller()
+            self.entries = [self.caller] * len(self.entries)
+        if self not in held_here(self.using, self.request.lock_key):
+            note_held_here(self.using, self.request.lock_key, self.ref)
+        try:
+            yield
+        finally:
+            self.caller = None
+
+    def is_mine(self) -> bool:
+        """Return True if the running code may enter it again: it holds it, or the holder waits for this code.
+
+        LockDeadlock in a thread that cannot find out.
+        """
+        last = self.entries[-1:]  # none: it is being released, and may be free already
+        if self.caller is None or not last or self.look() is not State.HELD or runs_foreign_tasks():
+            return False
+        try:
+            is_ours = last[0].is_current or waits_for_us(last[0])
+        except TimeoutError:
+            raise LockDeadlock(self.name, UNCLEAR) from None
+        return is_ours and not self.lose_with_session()
+
+    def is_of_caller(self) -> bool:
+        """Return whether the running thread or task has entered it."""
+        return self.caller is not None and any(each.is_current for each in self.entries)
+
+    @property
+    def is_changing_here(self) -> bool:
+        """Whether the running thread or task is in the midst of acquiring or releasing it."""
+        is_changing = not self.is_entered and not self.has_ended
+        return is_changing and self.caller is not None and self.caller.is_current
+
+    @property
+    def is_unattended(self) -> bool:
+        """Whether it was handed on, or all callers that have it or are releasing it have ended."""
+        caller = self.caller
+        return caller is None or all(each.is_gone for each in [caller, *self.entries])
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether there is still something to release: also after it was lost."""
+        return self._state in _TO_RELEASE and bool(self.entries)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all have left it, and it is kept until a transaction has ended."""
+        return self.awaits_end and len(self.entries) == 1
+
+    @property
+    def may_be_left(self) -> bool:
+        """Whether a caller has entered it and not left it yet: also after it was lost."""
+        return self._state in _TO_RELEASE and len(self.entries) > self.awaits_end
+
+    # Its renewal.
+
+    def extending(self, ttl: float | timedelta | None) -> Steps[list[Request], None]:
+        """Do the steps of extend(); they yield the requests to extend, and are sent whether each is kept."""
+        self.check()
+        if not self.backend.supports_extend:
+            raise NotSupported(self.using, "extend()", "A lease ends with its ttl.")
+        if ttl is not None:
+            ttl = checked_ttl(ttl)
+            self.backend.check_ttl(ttl)
+        request = self.renewal(ttl)
+        if request is None:
+            raise LockLost(self.name, "its max_hold is over")
+        start = clock.lease_time()
+        [is_kept] = yield [request]
+        if not is_kept:
+            self.end(State.LOST, "the server says that it is not ours any more")
+            raise LockLost(self.name, self.reason)
+        self.confirm(start, request.ttl)
+        if ttl is not None:
+            self.request = replace(self.request, ttl=ttl)
+        self.announce(lock_extended, lease=self)
+
+    def renewal(self, ttl: float | None = None) -> Request | None:
+        """Return the request that extends it now, to *ttl* or its own; None when it may not live longer (max_hold)."""
+        own = self.request.ttl
+        longest = own if ttl is None else ttl
+        if self._holds_until is not None:
+            longest = min(longest, self._holds_until - clock.lease_time())
+        if longest == own:
+            return self.request
+        return replace(self.request, ttl=longest) if longest > 0 else None
+
+    def confirm(self, start: float, ttl: float) -> None:
+        """Note an extension that was asked for at *start*; a lost lease stays lost."""
+        with self._mutex:
+            self.deadline = max(self.deadline, start + ttl - drift(ttl))
+            self._is_in_jeopardy = False
+
+    def endanger(self) -> None:
+        """Note a renewal that failed or is late."""
+        self._is_in_jeopardy = True
+
+    @property
+    def max_hold_left(self) -> float | None:
+        """How many seconds are left of its max_hold; None if it has none."""
+        ends = self._holds_until
+        return None if ends is None else max(0.0, ends - clock.lease_time())
+
+    def change_owner(self) -> None:
+        """Ask as another owner from now on: the server may know that the one before gave the lock back."""
+        self.request = replace(self.request, owner=new_owner())
+
+    # Its release.
+
+    def leave(self, error: BaseException | None, *, at_once: bool = False) -> None:
+        """Release it at the end of a block that raised *error*, which a failed release does not hide.
+
+        *at_once*: whatever transaction is open.
+        """
+        if error is not None:
+            self.note_failure()
+        try:
+            if self.may_be_left:
+                give_back = self.give_back_now if at_once else self.give_back
+                give_back()
+        except LockError as problem:
+            self._add_note(error, problem)
+
+    async def aleave(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.note_failure()
+        try:
+            if self.may_be_left:
+                await self.agive_back()
+        except LockError as problem:
+            self._add_note(error, problem)
+
+    def finish_leaving(self, entries: object) -> None:
+        """Release it in the background after an asynchronous exception broke leave() off; it had *entries* before."""
+        if self.entries is entries:
+            if not self.is_left:
+                self.give_back_later()
+        elif not self.entries and self._state in _TO_RELEASE:
+            self.end(State.RELEASED, frees=True)
+
+    def _add_note(self, error: BaseException | None, problem: LockError) -> None:
+        if error is None:
+            raise problem
+        if str(error) == str(problem):
+            return  # check() has told it
+        error.add_note(f"django_distlock: {problem}")
+        self._warn_of(problem)
+
+    def _warn_of(self, problem: BaseException) -> None:
+        warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
+
+    def give_back(self) -> None:
+        """Release it when it should be: now, or at the end of open transactions (*release* of LockTerms)."""
+        if self.began_in or self.release_when == "on_commit":
+            of_which = None if self.release_when == "on_commit" else self.began_in
+            open_ones = transactions.still_open(of_which)
+            is_last = len(self.entries) == 1 and not self.awaits_end
+            waits = open_ones and is_last and self.release_when != "at_exit"
+            if waits and self.look() is State.HELD:
+                self.awaits_end = True
+                transactions.call_at_end(open_ones, self._give_back_at_end)
+                return
+        if self.give_back_now():
+            transactions.tell_of_release(self.name, strict=self.backend.strict)
+
+    def _give_back_at_end(self, is_committed: bool) -> None:
+        """Release it at the end of a transaction; a rollback counts as a failure."""
+        self.awaits_end = False
+        if not is_committed:
+            self.note_failure()
+        try:
+            if self.is_entered:
+                self.give_back_now()
+        except LockError:
+            # An error after a commit would look as if the data was not committed.
+            logger.exception(
+                "Lock %s could not be released after the end of its transaction",
+                printable(self.name),
+                extra=log_fields(self.name, self.using),
+            )
+
+    def give_back_now(self) -> bool:
+        """Release it, whatever transaction is open; return whether the lock is free now."""
+        if self._leaves_reentry():
+            return False
+        try:
+            began = clock.lease_time()
+            outcome = settled(partial(self.backend.release, self.request), is_sure=_is_released)
+            self._conclude(began, outcome)
+        except LockNotHeld:
+            raise
+        except BaseException:
+            self.end(State.RELEASED, frees=True)
+            raise
+        return True
+
+    async def agive_back(self) -> None:
+        """Release it, at once; a cancelled call is completed in the background."""
+        if _get_running_loop() is None:
+            self.give_back_later()  # its task was destroyed: there is nothing to wait in
+        elif not self._leaves_reentry():
+            task = asyncio.ensure_future(self._agive_back_now())
+            _BACKGROUND.add(task)
+            task.add_done_callback(_BACKGROUND.discard)
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                task.add_done_callback(self._tell_unless_released)
+                raise
+
+    async def _agive_back_now(self) -> None:
+        try:
+            self.caller = current_caller()  # as in _leaves_reentry()
+            began = clock.lease_time()
+            outcome = await asettled(partial(self.backend.arelease, self.request), _is_released)
+            self._conclude(began, outcome)
+        except LockNotHeld:
+            raise
+        except BaseException:
+            self.end(State.RELEASED, frees=True)
+            raise
+
+    def give_back_later(self) -> None:
+        """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
+        if self.entries:  # all else might take a lock that the finalizer's thread has
+            if len(self.entries) == 1:
+                self.caller = None  # it may end before
+            submit = partial(background.submit, self.using, self._give_back_quietly)
+            background.at(clock.lease_time(), submit)
+
+    def _give_back_quietly(self) -> None:
+        try:
+            if self.is_entered:
+                self.give_back_now()
+        except LockError as problem:
+            self._warn_of(problem)
+
+    def _tell_unless_released(self, release: asyncio.Task[None]) -> None:
+        """Log how a *release* failed that nobody waits for any more."""
+        if not release.cancelled() and (problem := release.exception()):
+            self._warn_of(problem)
+
+    def _leaves_reentry(self) -> bool:
+        """Remove the last entry of this caller; return whether others are left."""
+        self.look()
+        with self._mutex:
+            entries = [*self.entries]
+            if not self.may_be_left:
+                raise self._not_held()
+            if len(entries) == 1:
+                # The caller that releases it owns it now: a task that is cancelled meanwhile ends before.
+                self.caller = current_caller()
+                if self.hold_on_success:
+                    self.request = replace(self.request, min_hold=self.hold_on_success)
+                self.entries = ()
+                return False
+            mine = [index for index, each in enumerate(entries) if each.is_current]
+            entries.pop(mine[-1] if mine else -1)
+            self.entries = entries
+            if self.caller is not None:  # handed on: nobody's
+                self.caller = entries[0]
+            return True
+
+    def _conclude(self, began: float, outcome: Release) -> None:
+        if outcome is Release.RELEASED:
+            self.end(State.RELEASED)
+        else:
+            self.end(State.LOST, f"the server says that it is {outcome.value}")
+        forget_here(self)  # last: until then, a signal handler finds it there
+        if self._state is State.LOST:
+            if outcome is Release.TAKEN:
+                raise LockNotOwned(self.name)
+            raise LockLost(self.name, self.reason)
+        if lock_released.receivers:
+            took = clock.lease_time() - began
+            self.announce(lock_released, lease=self, held=self._held_for - took, took=took)
+
+    def note_failure(self) -> None:
+        """Note that what it is held for has failed: with free_on_error, its min_hold does not count."""
+        self.hold_on_success = 0.0
+
+    # What it asks for, and the line of this process.
+
+    def ask_for(self, place: int | None) -> None:
+        """Ask for this place of the lock from now on; None: for any."""
+        self.request = self.request.at(place)
+
+    def queue_as(self, position: str) -> None:
+        """Wait from now on in this position of the server's queue, which belongs to this process."""
+        self.request = replace(self.request, position=position)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a request for it is under way, or will be sent by a caller that has not ended."""
+        is_pending = self._state is State.PENDING and not self._is_waiting
+        return is_pending and not self.is_unattended
+
+    def note_waiting(self, *, asks: bool) -> None:
+        """Note that its acquire waits; *asks*: by a request, otherwise it looks whether it may ask again."""
+        self._is_waiting = not asks
+
+    def leave_line(self) -> None:
+        """Give up its position in the line of this process; does nothing the second time."""
+        if (caller := self.in_line_as) is not None:
+            queue, line = self.backend.queue, self.line
+            queued = queue.leave(line, caller)
+            if caller is not self.ref:
+                queued = queue.leave(line, self.ref) or queued  # if stay() was broken off
+            self.in_line_as = None
+            if queued is not None:
+                self.backend.dequeue_later(queued)
+
+    # Its end.
+
+    def end(self, state: State, reason: str = "", *, frees: bool = False) -> bool:
+        """Become *state*, which is final, unless it has ended already; return whether it has ended now.
+
+        *reason*: why it is lost. *frees*: release in the background what the server has, or may have.
+        """
+        is_news = False
+        try:
+            with self._mutex:
+                if self._state in NOT_ENDED:
+                    self._state, self.reason, is_news = state, reason, True
+            if is_news:
+                self._leave_all()
+        except BaseException:
+            # An asynchronous exception: those who were not told yet are told all the same.
+            if self._state not in NOT_ENDED:
+                background.at(clock.lease_time(), self._leave_all)
+            raise
+        if is_news and state is State.LOST:
+            self._tell_of_the_loss()
+        elif is_news and state is State.DETACHED:
+            self.announce(lock_detached, lease=self, held=self._held_for)
+        if frees:
+            self.backend.abandon_later(self.request)
+        return is_news
+
+    def end_unattended(self) -> None:
+        """Become lost: the thread or task that held it, or was releasing it, has ended."""
+        if self.look() is State.HELD:
+            reason = "the thread or task that held it ended without releasing it"
+            self.end(State.LOST, reason, frees=True)
+
+    def lose_with_session(self) -> bool:
+        """Become lost if the session that holds it is known to have ended; return whether it has."""
+        is_over = self.backend.is_session_over(self.request)
+        if is_over:
+            self.end(State.LOST, "the session that held it has ended")
+        return is_over
+
+    def disown(self) -> None:
+        """Become inert in a forked child. No mutex: its owner may be a thread that is not here."""
+        self._mutex = threading.RLock()
+        self._state, self.in_line_as = State.INHERITED, None
+
+    def _leave_all(self) -> None:
+        self.leave_line()
+        if self._lets_others_in:
+            # A writer waits in the line of writers, also where readers have one of their own.
+            self.backend.queue.look_again(self.request.line)
+        self.kept_in.pop(id(self), None)
+
+    def _tell_of_the_loss(self) -> None:
+        reason, token = self.reason, self.fencing_token
+        warn("Lock %s was lost: %s", self.name, reason, of=self, token=token)
+        for callback in self._on_lost:
+            try:
+                callback(reason)
+            except Exception:
+                fields = log_fields(self.name, self.using, token=token)
+                logger.exception("A callback of a lock failed", extra=fields)
+        self.announce(lock_lost, lease=self, held=self._held_for, reason=reason)
+
+    def announce(self, signal: Signal, /, **facts: Any) -> None:
+        """Send *signal* about it to its receivers."""
+        if signal.receivers:
+            known = {"name": self.name, "using": self.using, "template": self.template}
+            send(signal, type(self.backend), **known, **facts)
+
+    @property
+    def _held_for(self) -> float:
+        return clock.lease_time() - self.granted_at
+
+    def _not_held(self) -> LockNotHeld:
+        if self._state is State.RELEASED or self.is_left:
+            return LockNotHeld(self.name)
+        return LockNotHeld(self.name, f"it is {self._state.value}")
+
+    def __del__(self) -> None:
+        """Release it: nothing refers to it, and the thread or task that acquired it has ended."""
+        if self._state is State.HELD:
+            background.at(clock.lease_time(), self.end_unattended)
+
+
+# What the running code holds, as far as its context knows: what re-entry looks at.
+
+#: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
+#: copies of a context outlive the task in callbacks and in tasks that were begun by it.
+#: No level is ever changed, as copies of the context have it too; each is longer than the next one, so
+#: that one more lease costs a few steps, however many are held.
+_held_here: ContextVar[tuple[_Level, ...]] = ContextVar("distlock_held_here", default=())
+
+
+class Awaited:
+    """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
+
+    def __init__(self, key: str) -> None:
+        self.is_over = False
+        self.known: Known | None = None
+        self.key = key
+        self._work: Callable[[], object] = lambda: None
+
+    def note(self, using: str, work: Coroutine[Any, Any, Any]) -> None:
+        """Make it known to re-entry, until *work*, which brings the lease, is over, or was dropped before it began."""
+        self._work = weakref.ref(work)
+        note_held_here(using, self.key, self)
+
+    @property
+    def may_come(self) -> bool:
+        return not self.is_over and self._work() is not None
+
+    def __call__(self) -> Holding | None:
+        return self.known() if self.known else None
+
+
+def held_here(using: str, key: str) -> list[Any]:
+    """Return the leases of a lock that this chain of contexts knows of, the last one last; some may have ended."""
+    levels = _held_here.get()
+    if not levels:
+        return []
+    known = [each for level in levels for each in level.get((using, key), ())]
+    return [lease for each in known if (lease := each()) is not None]
+
+
+def all_held_here() -> list[Any]:
+    """Return the leases of all locks that this chain of contexts knows of; see held_here()."""
+    known = [each for level in _held_here.get() for of_lock in level.values() for each in of_lock]
+    return [lease for each in known if (lease := each()) is not None]
+
+
+def note_held_here(using: str, key: str, known: Known) -> None:
+    """Make the lease that *known* returns known to re-entry, in this chain of contexts."""
+    level: _Level = {(using, key): (known,)}
+    levels = _held_here.get()
+    while levels and len(levels[-1]) <= len(level):
+        level = _merged(levels[-1], level)
+        levels = levels[:-1]
+    _held_here.set((*levels, level))
+
+
+def forget_here(lease: Holding) -> None:
+    """Remove *lease*, which has ended, from what re-entry knows, if it is the last one: most often it is."""
+    levels = _held_here.get()
+    if levels and [*levels[-1].values()] == [(lease.ref,)]:
+        _held_here.set(levels[:-1])
+
+
+def _merged(older: _Level, newer: _Level) -> _Level:
+    """Return both levels as one, the last lease last, without what has ended."""
+    locks = [*(lock for lock in older if lock not in newer), *newer]
+    merged = {lock: _still_held((*older.get(lock, ()), *newer.get(lock, ()))) for lock in locks}
+    return {lock: known for lock, known in merged.items() if known}
+
+
+def _still_held(known: Iterable[Known]) -> tuple[Known, ...]:
+    """Return what re-entry is to look at from now on, each lease once."""
+    kept: dict[int, Known] = {}
+    for each in known:
+        lease = each()
+        if lease is not None:
+            if not lease.has_ended:
+                kept[id(lease)] = lease.ref
+        elif isinstance(each, Awaited) and each.may_come:
+            kept[id(each)] = each
+    return tuple(kept.values())
