@@ -481,7 +481,7 @@ def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]
 
     The code that generates its content counts as holder, in whichever thread or task it runs.
     """
-    lease.hand_on()
+    lease.caller = None  # the work goes on in any thread or task that uses lent()
     close = response.close
     if getattr(response, "file_to_stream", None) is None:  # some servers send a file themselves
         parts = response.streaming_content

@@ -40,6 +40,7 @@ from .values import Busy, Grant, Request, State, first_place, first_to_end
 from .waiting import LOOK, Queueing, Wait, Way
 
 if TYPE_CHECKING:
+    from django_distlock.backends.base import BaseLockBackend
     from django_distlock.ground.holder import Holder
 
     from .holding import Holding
@@ -92,17 +93,8 @@ def acquire(lease: Holding, timeout: float | None) -> None:
                 answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and registry.grant(lease, answer, start)
         if not is_granted:
-            calls = Calls(
-                backend.try_acquire,
-                backend.wait_for,
-                backend.probe,
-                backend.probe_all,
-                backend.abandon,
-                backend.enqueue,
-                backend.dequeue,
-                backend.sleep,
-            )
-            attempt = Attempt(lease, Wait(left, came, lease.stop), calls, ThreadBell())
+            wait = Wait(left, came, lease.stop)
+            attempt = Attempt(lease, wait, Calls.of(backend), ThreadBell())
             run(attempt.steps(start, answer), call)
     except BaseException as error:
         attempt = attempt or Attempt(lease, Wait(left, came, lease.stop))
@@ -151,17 +143,7 @@ async def aacquire(lease: Holding, timeout: float | None) -> None:
             and registry.grant(lease, answer, start)
         )
         if not is_granted:
-            calls = Calls(
-                backend.atry_acquire,
-                backend.await_for,
-                backend.aprobe,
-                backend.aprobe_all,
-                backend.aabandon,
-                backend.aenqueue,
-                backend.adequeue,
-                backend.asleep,
-            )
-            attempt = Attempt(lease, Wait(timeout, came), calls, TaskBell())
+            attempt = Attempt(lease, Wait(timeout, came), Calls.of(backend, "a"), TaskBell())
             await arun(attempt.steps(start, answer), call)
     except BaseException as error:
         attempt = attempt or Attempt(lease, Wait(timeout, came))
@@ -262,6 +244,11 @@ class Calls(NamedTuple):
     dequeue: Callable[..., Any]
     sleep: Callable[..., Any]
 
+    @classmethod
+    def of(cls, backend: BaseLockBackend, prefix: str = "") -> Calls:
+        """Return the verbs of *backend* whose names begin with *prefix*: "a" for those that are awaited."""
+        return cls(*(getattr(backend, f"{prefix}{verb}") for verb in cls._fields))
+
 
 class Attempt:
     """One attempt to get one lease, once it was refused, or if others of this process came first."""
@@ -350,7 +337,7 @@ class Attempt:
 
     def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
         """Return *act* as one in which this caller waits, and asks the server for nothing."""
-        self.lease.note_waiting(asks=False)
+        self.lease.is_resting = True
         return partial(act, *args)
 
     # The line of this process.
@@ -461,7 +448,7 @@ class Attempt:
     # One try.
 
     def _begin_try(self, *, is_first: bool) -> Try:
-        self.lease.note_waiting(asks=self._way is not Way.ON_SERVER)
+        self.lease.is_resting = self._way is Way.ON_SERVER
         self._expect(math.inf if self._way is Way.ON_SERVER else ASKS)
         registry.refuse_at_end()
         return Try(clock.lease_time(), is_first, is_last=self.wait.is_over)

@@ -83,6 +83,8 @@ class Holding:
     awaits_end = False
     #: Ends the wait of lead() for it.
     stop: threading.Event | None = None
+    #: Whether its acquire waits, and sends no request before it has looked whether it may.
+    is_resting = False
     #: What stands for it in the line of this process while it waits for the lock, or holds it alone.
     in_line_as: Bell | weakref.ref[Any] | None = None
     #: Where the registry keeps it until it ends, by id.
@@ -91,7 +93,6 @@ class Holding:
     _state = State.PENDING
     _holds_until: float | None = None
     _is_in_jeopardy = False
-    _is_waiting = False
     #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
     entries: list[Caller] | tuple[()] = ()
     #: The instances that open blocks of locked() have read.
@@ -233,10 +234,6 @@ class Holding:
         with self._mutex:
             self.entries = [*self.entries[:-1], caller]
             self.caller = self.entries[0]
-
-    def hand_on(self) -> None:
-        """Take it from its caller: its work goes on in any thread or task that uses lent()."""
-        self.caller = None
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -536,12 +533,8 @@ class Holding:
     @property
     def is_asking(self) -> bool:
         """Whether a request for it is under way, or will be sent by a caller that has not ended."""
-        is_pending = self._state is State.PENDING and not self._is_waiting
+        is_pending = self._state is State.PENDING and not self.is_resting
         return is_pending and not self.is_unattended
-
-    def note_waiting(self, *, asks: bool) -> None:
-        """Note that its acquire waits; *asks*: by a request, otherwise it looks whether it may ask again."""
-        self._is_waiting = not asks
 
     def leave_line(self) -> None:
         """Give up its position in the line of this process; does nothing the second time."""
