@@ -33,7 +33,7 @@ from django_distlock.ground.sync_to_async import entering_caller, waits_for_us
 from django_distlock.signals import lock_detached, lock_extended, lock_lost, lock_released
 
 from .announcements import send
-from .background import background
+from .background import background, kept_task
 from .steps import Steps, asettled, settled
 from .values import NOT_ENDED, Grant, Release, Request, State, new_owner
 
@@ -63,7 +63,6 @@ UNCLEAR = "the event loop of its holder is blocked, perhaps by the holder itself
 _TO_RELEASE = State.HELD, State.LOST
 #: A server forgets who has released: asked again much later, it may say that somebody else has the lock.
 _is_released = partial(is_, Release.RELEASED)
-_BACKGROUND: set[asyncio.Task[Any]] = set()
 _NOWHERE: dict[int, Any] = {}
 
 
@@ -440,9 +439,7 @@ class Holding:
         if _get_running_loop() is None:
             self.give_back_later()  # its task was destroyed: there is nothing to wait in
         elif not self._leaves_reentry():
-            task = asyncio.ensure_future(self._agive_back_now())
-            _BACKGROUND.add(task)
-            task.add_done_callback(_BACKGROUND.discard)
+            task = kept_task(self._agive_back_now())
             try:
                 await asyncio.shield(task)
             except asyncio.CancelledError:
