@@ -17,7 +17,6 @@ import pytest
 from django.db import OperationalError, connections, transaction
 
 from django_distlock import (
-    Lease,
     LockBackendError,
     LockError,
     LockOutcomeUnknown,
@@ -164,25 +163,6 @@ def test_commit_that_hangs_is_an_error_in_time(
         server.resume()
 
 
-def test_lease_is_lost_at_its_deadline_though_the_server_hangs(
-    server_database: str, server: Server, name: str, settings: Settings
-) -> None:
-    options = {"using": server_database, "io_timeout": 20.0}
-    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
-    reasons: list[str] = []
-    lease = lock(name, using=server_database, ttl=1).acquire()
-    assert lease is not None
-    lease.on_lost(reasons.append)
-    server.pause()
-    try:
-        eventually(lambda: reasons, 8)
-        assert lease.lost
-    finally:
-        server.resume()
-    with pytest.raises(LockError):
-        lease.release()
-
-
 def test_missing_table_tells_to_migrate(
     postgres: PostgreSQL, settings: Settings, name: str
 ) -> None:
@@ -249,18 +229,6 @@ def test_full_pool_is_an_error_that_names_the_option(
         pass
 
 
-@pytest.mark.server
-def test_application_pool_is_not_drained_by_locks(
-    postgres: PostgreSQL, settings: Settings, name: str
-) -> None:
-    own = backend("postgres")._own
-    connections["postgres"].settings_dict["OPTIONS"]["pool"] = {"max_size": 1}
-    try:
-        assert "pool" not in own._settings()["OPTIONS"]
-    finally:
-        del connections["postgres"].settings_dict["OPTIONS"]["pool"]
-
-
 def test_forked_child_has_a_session_of_its_own_and_its_parent_keeps_its(
     server_database: str, server: Server, name: str, spawn: Spawn, settings: Settings
 ) -> None:
@@ -318,39 +286,6 @@ def _take(name: str) -> bool:
 
 def has_waiter(name: str) -> bool:
     return LockWaiter.objects.using("postgres").filter(method_name=name).exists()
-
-
-def test_durable_though_the_role_is_not(postgres: PostgreSQL, name: str) -> None:
-    """What is granted, extended or taken over is on the disk even where the database is set to synchronous_commit=off."""
-    with less_durable(postgres, "off"):
-        for turn in range(3):
-            lease = lock(f"{name}:{turn}", using="postgres", ttl=60).acquire()
-            assert lease is not None
-            crash(postgres)
-            assert lock(f"{name}:{turn}", using="postgres").locked()
-
-            lease.extend(600)
-            crash(postgres)
-            assert seconds_left(lease) > 60
-
-            taken_over = Lease.attach(lease.detach())
-            taken_over.extend(1200)
-            crash(postgres)
-            assert seconds_left(taken_over) > 600
-            taken_over.release()
-
-
-def crash(postgres: PostgreSQL) -> None:
-    connections["postgres"].close()
-    postgres.kill()
-    postgres.start()
-
-
-def seconds_left(lease: Lease) -> float:
-    """Return for how long the server refuses the lock to others."""
-    found = settled(lambda: lease.backend.probe(lease.request))
-    assert found is not None
-    return found.remaining or 0.0
 
 
 @needs_time_limit
