@@ -6,7 +6,7 @@ import random
 import time
 import uuid
 import warnings
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -159,11 +159,6 @@ def read_modify_write(account: Account, alias: str) -> None:
     Account.objects.using(alias).filter(pk=account.pk).update(balance=balance + 1)
 
 
-def lock_outside(account: Account, alias: str, name: str) -> None:
-    with lock(name, using=alias, timeout=60), transaction.atomic(using=alias):
-        read_modify_write(account, alias)
-
-
 def lock_inside(account: Account, alias: str, name: str) -> None:
     with transaction.atomic(using=alias):
         with lock(name, using=alias, timeout=60):
@@ -186,13 +181,6 @@ def lock_by_hand(account: Account, alias: str, name: str) -> None:
 def lock_until_commit(account: Account, alias: str, name: str) -> None:
     with transaction.atomic(using=alias):
         with lock(name, using=alias, timeout=60, release="on_commit"):
-            read_modify_write(account, alias)
-        time.sleep(0.002)
-
-
-def lock_until_exit(account: Account, alias: str, name: str) -> None:
-    with transaction.atomic(using=alias):
-        with lock(name, using=alias, timeout=60, release="at_exit"):
             read_modify_write(account, alias)
         time.sleep(0.002)
 
@@ -228,44 +216,12 @@ def patient(server_database: str, settings: Settings) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("nesting", [lock_outside, lock_inside, lock_by_hand, lock_until_commit])
+@pytest.mark.parametrize("nesting", [lock_inside, lock_by_hand, lock_until_commit])
 @pytest.mark.usefixtures("read_committed", "patient")
 def test_no_update_is_lost_with_the_lock_around_the_transaction(
     nesting: Callable[[Account, str, str], None], account: Account, server_database: str, name: str
 ) -> None:
     assert lost_updates(nesting, account, server_database, name) == 0
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.usefixtures("read_committed", "patient")
-def test_updates_are_lost_with_the_lock_inside_the_transaction(
-    account: Account, server_database: str, name: str
-) -> None:
-    assert lost_updates(lock_until_exit, account, server_database, name) > 0
-
-
-def test_release_before_the_commit_is_warned_of_at_the_call_site(
-    server_database: str, name: str
-) -> None:
-    with pytest.warns(ReleasedBeforeCommit) as warned, transaction.atomic(using=server_database):
-        with lock(name, using=server_database, release="at_exit"):
-            pass
-
-    assert [record.filename for record in warned] == [__file__]
-
-
-def test_strict_alias_raises_and_so_rolls_back(
-    settings: Settings, server_database: str, name: str, account: Account
-) -> None:
-    settings.DISTLOCK = {"default": {"STRICT": True, "OPTIONS": {"using": server_database}}}
-
-    with pytest.raises(ReleasedBeforeCommit), transaction.atomic(using=server_database):
-        with lock(name, release="at_exit"):
-            Account.objects.using(server_database).filter(pk=account.pk).update(balance=9)
-
-    account.refresh_from_db()
-    assert account.balance == 0
-    assert not is_held(server_database, name)
 
 
 # Each way that a transaction ends releases once.
@@ -280,14 +236,6 @@ def roll_back(alias: str, name: str) -> None:
     with pytest.raises(RolledBack), transaction.atomic(using=alias):
         take_until_commit(alias, name)
         raise RolledBack
-
-
-def roll_back_savepoint(alias: str, name: str) -> None:
-    with transaction.atomic(using=alias):
-        with pytest.raises(RolledBack), transaction.atomic(using=alias):
-            take_until_commit(alias, name)
-            raise RolledBack
-        still_held(alias, name)
 
 
 def roll_back_savepoint_of_the_release(alias: str, name: str) -> None:
@@ -319,38 +267,10 @@ def commit_by_hand(alias: str, name: str) -> None:
         assert not ask_elsewhere(alias, name)
 
 
-def commit_by_hand_again(alias: str, name: str) -> None:
-    with by_hand(alias):
-        Account.objects.using(alias).count()
-        transaction.commit(using=alias)
-        take_until_commit(alias, name)
-        transaction.commit(using=alias)
-        assert not ask_elsewhere(alias, name)
-
-
 def roll_back_by_hand(alias: str, name: str) -> None:
     with by_hand(alias):
         take_until_commit(alias, name)
         transaction.rollback(using=alias)
-        assert not ask_elsewhere(alias, name)
-
-
-def roll_back_savepoint_by_hand(alias: str, name: str) -> None:
-    with by_hand(alias):
-        with pytest.raises(RolledBack), transaction.atomic(using=alias):
-            take_until_commit(alias, name)
-            raise RolledBack
-        still_held(alias, name)
-        transaction.commit(using=alias)
-        assert not ask_elsewhere(alias, name)
-
-
-def commit_inner_block_by_hand(alias: str, name: str) -> None:
-    with by_hand(alias):
-        with transaction.atomic(using=alias):
-            take_until_commit(alias, name)
-        still_held(alias, name)
-        transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
@@ -373,18 +293,6 @@ def lose_connection(alias: str, name: str) -> None:
         kill_session(connection)
         Account.objects.using(alias).count()
     connection.close()
-
-
-def lose_connection_before_commit(alias: str, name: str) -> None:
-    connection = connections[alias]
-    with pytest.raises((DatabaseError, InterfaceError)), transaction.atomic(using=alias):
-        take_until_commit(alias, name)
-        kill_session(connection)
-        with suppress(DatabaseError, InterfaceError):
-            Account.objects.using(alias).count()
-    is_kept = ask_elsewhere(alias, name)
-    connection.close()
-    assert not is_kept
 
 
 def lose_connection_after_commit(alias: str, name: str) -> None:
@@ -421,11 +329,9 @@ def kill_session(connection: BaseDatabaseWrapper) -> None:
 
 
 ENDINGS = [
-    *(commit, roll_back),
-    *(lose_connection, lose_connection_before_commit, lose_connection_after_commit),
-    *(roll_back_savepoint, roll_back_savepoint_of_the_release),
-    *(commit_by_hand, commit_by_hand_again, roll_back_by_hand, close_by_hand),
-    *(roll_back_savepoint_by_hand, commit_inner_block_by_hand),
+    *(commit, roll_back, roll_back_savepoint_of_the_release),
+    *(lose_connection, lose_connection_after_commit),
+    *(commit_by_hand, roll_back_by_hand, close_by_hand),
 ]
 
 
@@ -508,15 +414,3 @@ def test_a_strict_alias_refuses_it_before_anything_is_taken(
         with pytest.raises(SnapshotBeforeLock, match=name):
             lock(name).acquire()
         assert not is_held(alias, name)
-
-
-def first(alias: str, name: str) -> None:
-    with transaction.atomic(using=alias), lock(name, using=alias):
-        read(alias)
-
-
-def again(alias: str, name: str) -> None:
-    with lock(name, using=alias), transaction.atomic(using=alias):
-        read(alias)
-        with lock(name, using=alias):
-            pass
