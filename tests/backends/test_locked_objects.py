@@ -22,7 +22,6 @@ from django_distlock import (
 from django_distlock.engine import fencing
 from testproject.models import Account, Fee
 from tests.backends.conftest import apart
-from tests.backends.test_fencing import paused_and_next
 from tests.contract.crew import elsewhere
 from tests.fixtures.eventually import eventually
 
@@ -243,42 +242,6 @@ def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
     with pytest.raises(Fee.DoesNotExist), locked(fee, using=database):
         pytest.fail("it was deleted")
     assert not lock(fee, using=database).locked()
-
-
-def test_the_save_of_a_claimed_instance_goes_through_its_fence(
-    database: str, name: str, account: Account
-) -> None:
-    first, second = paused_and_next(name, database)
-    stale = first.claim(account)
-    fresh = second.claim(account)
-
-    stale.balance = 1
-    for write in (stale.save, stale.delete, lambda: stale.save(update_fields=["balance"])):
-        with pytest.raises(StaleFencingToken, match="a later holder has claimed this data"):
-            write()
-    fresh.balance = 60
-    fresh.save()
-
-    account.refresh_from_db()
-    assert [account.balance, account.fence] == [60, second.fencing_token]
-    fresh.delete()
-    assert not Account.objects.using(database).filter(pk=account.pk).exists()
-    second.release()
-
-
-def test_its_save_lets_no_late_holder_write(database: str, name: str, account: Account) -> None:
-    first, second = paused_and_next(name, database)
-    late = first.claim(account)
-    unclaimed = Account.objects.using(database).get(pk=account.pk)
-    fresh = second.claim(account)
-
-    unclaimed.name = "Eve"
-    unclaimed.save()
-
-    with pytest.raises(StaleFencingToken, match="a later holder has claimed this data"):
-        late.save()
-    fresh.save()
-    second.release()
 
 
 def test_a_model_can_demand_the_claim(
