@@ -11,7 +11,6 @@ from django.db import connections, transaction
 
 from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.dialect import COUNTER
-from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS
 from tests.contract.crew import start
@@ -70,19 +69,6 @@ def test_without_fencing_there_are_no_rows_and_no_tokens(bare: str, name: str) -
         backend().held()
 
 
-def test_with_fencing_a_name_has_one_row(database: str, name: str) -> None:
-    for _ in range(3):
-        with lock(name, using="locks"):
-            pass
-
-    found = ask(
-        database,
-        "SELECT count(*) FROM django_distlock_fencingcounter WHERE method_name = %s",
-        f"advisory||{name}",
-    )
-    assert found == [(1,)]
-
-
 @pytest.mark.server
 def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
     mariadb: MariaDB, settings: Settings, name: str
@@ -121,20 +107,6 @@ def test_who_waits_keeps_nobody_from_changing_the_table_of_the_tokens(
     assert lease
     lease.release()
     locks.close()
-
-
-@pytest.mark.server
-def test_a_release_that_the_server_denies_is_told_as_lost(
-    postgres: PostgreSQL, settings: Settings, name: str
-) -> None:
-    settings.DISTLOCK = aliases("postgres", "advisory")
-    request = backend().request(name, ttl=60.0, holder=Holder.current())
-    assert isinstance(backend().try_acquire(request, queued=False), Grant)
-    session = backend()._sessions[request.owner]
-    with session.connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_unlock_all()")
-
-    assert backend().release(request) is Release.GONE
 
 
 def test_locks_of_other_applications_on_the_same_server_are_others(
