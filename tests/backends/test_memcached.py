@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -482,33 +481,6 @@ def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(
     Rival.of(patient, f"{name}:other").takes(within=8)
     assert holder.holds
     patient.close()
-    locks.close()
-
-
-def _contradict(
-    listener: socket.socket, answer: bytes = b"EXISTS\r\n", connections: int = 2
-) -> None:
-    for _ in range(connections):  # a request is sent once more
-        link, _ = listener.accept()
-        with link:
-            while link.recv(4096):
-                link.sendall(answer)
-
-
-def test_the_error_of_a_server_that_does_not_know_add_does_not_show_the_owner(
-    settings: Settings, name: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        answering = threads.submit(_contradict, listener, b"ERROR\r\nERROR\r\nEND\r\n", 1)
-        configure(settings, alias(f"127.0.0.1:{listener.getsockname()[1]}"), **PATIENT)
-        holder = rival(name)
-
-        with pytest.raises(LockBackendError, match="UnknownCommand") as caught:
-            holder.tries()
-
-        assert not isinstance(caught.value, LockOutcomeUnknown)
-        assert holder.request.owner not in f"{caught.value} {caught.value.__cause__!r}"
-        answering.result(30)
     locks.close()
 
 
