@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +12,6 @@ from django.db import transaction
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.engine.values import Busy
 from django_distlock.exceptions import InvalidLockBackend
-from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
@@ -37,43 +34,6 @@ def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str
     settings.DISTLOCK = aliases(request.param, "rowlock")
     yield request.param
     locks.close()
-
-
-@contextmanager
-def sent(path: Path, using: str = "locks") -> Iterator[Callable[[], list[str]]]:
-    """Give what the idle connections of an alias send meanwhile: Queries, and Syncs of prepared statements."""
-
-    def requests() -> list[str]:
-        lines = [line for line in path.read_text().splitlines() if "\tF\t" in line]
-        return [line for line in lines if "\tQuery\t" in line or "\tSync" in line]
-
-    pools = backend(using)._own, backend(using)._pool
-    drivers = [connection.connection.pgconn for pool in pools for connection in pool._idle]
-    with path.open("w+") as trace:
-        for driver in drivers:
-            driver.trace(trace.fileno())
-        yield requests
-        for driver in drivers:
-            driver.untrace()
-
-
-@pytest.mark.server
-def test_who_has_a_row_is_told_by_the_end_of_the_transaction_that_was_refused(
-    postgres: PostgreSQL, settings: Settings, name: str, tmp_path: Path
-) -> None:
-    settings.DISTLOCK = aliases("postgres", "rowlock")
-    with lock(name, using="site0"):
-        pass
-
-    with lock(name, using="locks") as lease:
-        with sent(tmp_path / "trace", "site0") as requests:
-            request = backend("site0").request(name, ttl=30.0, holder=Holder.current())
-            answer = backend("site0").try_acquire(request, queued=False, left=None)
-        first, second = requests()
-
-    assert answer == Busy(lease.request.holder)
-    assert "BEGIN;" in first
-    assert '"ROLLBACK; EXECUTE distlock_row' in second
 
 
 def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
