@@ -174,24 +174,6 @@ def test_a_create_whose_reply_is_lost_is_found_again(proxy: Proxy, client: Any, 
     assert line(client, root, "x") == []
 
 
-def test_a_node_like_ours_that_another_session_made_is_not_ours(client: Any, root: str) -> None:
-    with lock("x", using="locks"):
-        pass
-    ours = rival("x")
-    node = backend()._verbs._node_of(ours)
-    node.is_unsure = True
-    theirs = client.create(f"{node.folder}/{node.prefix}", ephemeral=True, sequence=True)
-
-    assert stands(ours) is None
-
-    # Another server of the ensemble may hear of it a little later.
-    client.delete(theirs)
-    eventually(lambda: stands(ours))
-    client.delete(node.path)
-    client.create(node.path, ephemeral=True)
-    eventually(lambda: backend().extend([ours]) == [False])
-
-
 def test_a_server_that_hangs_is_an_error_and_soon(
     proxy: Proxy, client: Any, root: str, settings: Settings
 ) -> None:
