@@ -513,21 +513,6 @@ def test_a_request_overtaken_by_its_own_release_is_refused(
     assert _voters(servers, name) == 0
 
 
-def test_an_attachment_overtaken_by_its_own_release_is_refused(
-    servers: list[Redis], make: Make, name: str
-) -> None:
-    backend = make(**PATIENT)
-    former = _take(backend, name)
-    _all_voted(servers, name)
-    late = _request(backend, name)
-    assert backend.release(late) is Release.TAKEN
-    eventually(lambda: _noted(servers, name) == 5)
-
-    assert not backend.take_over(late, former.owner)
-
-    assert backend.take_over(_request(backend, name), former.owner)
-
-
 def test_a_token_is_raised_where_its_owner_holds_the_lock_and_lowers_none(
     servers: list[Redis], name: str
 ) -> None:
