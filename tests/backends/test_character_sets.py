@@ -17,12 +17,9 @@ from django.urls import reverse
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.backends import rowlock
-from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Held
-from django_distlock.models import MethodLock
-from tests.contract import crew
+from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.fixtures.databases import migrate
-from tests.fixtures.eventually import eventually
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 
@@ -43,12 +40,13 @@ LIST = reverse("admin:django_distlock_heldlock_changelist")
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         pytest.param(narrow, id="-".join(narrow), marks=pytest.mark.server)
         for narrow in [("mariadb", "latin1"), ("mariadb", "utf8mb3"), ("postgres", "latin1")]
-    ]
+    ],
 )
-def narrow(request: pytest.FixtureRequest) -> Iterator[str]:
+def made(request: pytest.FixtureRequest) -> Iterator[str]:
     """A database in this character set, with the app's tables."""
     server, characters = request.param
     alias = f"{server}_{characters}"
@@ -56,9 +54,18 @@ def narrow(request: pytest.FixtureRequest) -> Iterator[str]:
     connections.settings[alias] = {**connections.settings[server], "NAME": alias}
     migrate(alias)
     yield alias
-    locks.close()
     connections[alias].close()
     del connections[alias], connections.settings[alias]
+
+
+@pytest.fixture
+def narrow(made: str) -> Iterator[str]:
+    """The database, which has no rows before the test."""
+    for model in (MethodLock, FencingCounter, LockWaiter):
+        model.objects.using(made).all().delete()
+    yield made
+    locks.close()
+    connections[made].close()
 
 
 def make(server: MariaDB | PostgreSQL, name: str, characters: str) -> None:
@@ -107,24 +114,6 @@ async def test_names_purposes_and_tasks_may_have_any_character(using: str, name:
     assert (held.name, held.holder) == (named, lease.holder)
     assert busy.value.holder == lease.holder
     assert lease.holder.purpose.startswith("GET /")
-
-
-def test_who_waits_for_such_a_name_gets_it(using: str, name: str) -> None:
-    named = f"{name} {BEYOND}"
-    with lock(named, using=using):
-        waiting = crew.start(lambda: lock(named, using="rival", timeout=20).acquire())
-        eventually(lambda: sum(each.name == named for each in registry.leases()) == 2)
-
-    lease = waiting.result(20)
-    assert lease
-    lease.release()
-
-
-def test_a_name_that_is_long_and_beyond_comes_back_whole(using: str, name: str) -> None:
-    named = f"{name} {BEYOND * 100}"
-
-    with lock(named, using=using):
-        assert [held.name for held in locks[using].held()] == [named]
 
 
 def test_a_lock_of_a_transaction_may_have_such_a_name(narrow: str, name: str) -> None:
