@@ -413,20 +413,6 @@ def test_claimed_rows_are_read_fresh_in_a_transaction_that_reads_an_older_snapsh
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("shape", SHAPES)
-def test_so_is_a_claimed_instance(
-    snapshots: None, shape: type[Any], holders: tuple[Lease, Lease], name: str
-) -> None:
-    row = new(shape, "mariadb", name[5:])
-
-    with transaction.atomic(using="mariadb"):
-        fresh(row)  # the snapshot
-        apart("mariadb", lambda: by_save(holders[0], row))
-
-        assert holders[1].claim(row).balance == 97
-
-
-@pytest.mark.server
 def test_so_are_the_columns_that_an_iterable_of_its_own_asks_for(
     snapshots: None, holders: tuple[Lease, Lease], name: str
 ) -> None:
