@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import random
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -14,11 +13,9 @@ import pytest
 
 from django_distlock import LockBackendError, LockOutcomeUnknown, lock, locks
 from django_distlock.backends.redis.connections import AsyncPoolLink
-from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Grant
 from django_distlock.exceptions import NotSent
 from django_distlock.ground.holder import Holder
-from tests.contract.crew import waiting_for
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from django_distlock.engine.holding import Holding
     from tests.fixtures.redis import Replicated
 
 # Some start servers of their own.
@@ -49,7 +45,7 @@ pytestmark = [pytest.mark.server, pytest.mark.caches]
 
 CROWD = 200
 #: Set it higher for a long run.
-LOOPS = int(os.environ.get("DISTLOCK_LOOPS", "1000"))
+LOOPS = int(os.environ.get("DISTLOCK_LOOPS", "300"))
 
 
 @pytest.fixture
@@ -74,45 +70,6 @@ def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
 async def hold(name: str, *, shared: bool = False) -> None:
     async with lock(name, ttl=LONG, timeout=10, shared=shared):
         await asyncio.sleep(0)
-
-
-# Cancelled tasks.
-
-
-@pytest.mark.parametrize("crowd", ["one lock", "readers", "a lock each"])
-async def test_tasks_cancelled_at_any_moment_leave_nothing(
-    server: Redis, proxy: Proxy, caplog: pytest.LogCaptureFixture, name: str, crowd: str
-) -> None:
-    proxy.delay(0.004)
-    moments = random.Random(7)
-    abreast = asyncio.Semaphore(4)
-
-    async def be_cancelled(number: int) -> bool:
-        async with abreast:
-            mine = f"{name}:{number}" if crowd == "a lock each" else name
-            task = asyncio.create_task(hold(mine, shared=crowd == "readers"))
-            await asyncio.sleep(moments.uniform(0, 0.03))
-            had_ended = not task.cancel()
-            (ended,) = await asyncio.gather(task, return_exceptions=True)
-            # Never swallowed, and never turned into something else.
-            assert had_ended if ended is None else isinstance(ended, asyncio.CancelledError)
-            return not had_ended
-
-    cancelled = await asyncio.gather(*map(be_cancelled, range(CROWD)))
-
-    assert sum(cancelled) > CROWD / 4
-    await aeventually(lambda: not left_behind(server), 8, "nobody holds, and nobody waits")
-    await aeventually(lambda: not believers(name), 5, "nor does anybody believe to hold")
-    said = [each.getMessage() for each in caplog.records]
-    assert not [each for each in said if name in each and "without releasing" in each]
-    proxy.delay(0)
-    async with asyncio.timeout(5):
-        await hold(name)
-
-
-def believers(name: str) -> list[Holding]:
-    """Return the leases of this lock, and of those named after it."""
-    return [each for each in registry.leases() if each.name.startswith(name)]
 
 
 # Lost replies and broken connections.
@@ -158,18 +115,6 @@ async def live_with_a_lost_reply(name: str) -> str:
     except LockBackendError as error:
         return "not asked" if "cannot be reached" in str(error) else str(error)
     return outcome
-
-
-async def disconnect(server: Redis) -> None:
-    """Have the server close all connections, also those that the background opens meanwhile; hear of it."""
-
-    def are_gone() -> bool:
-        with server.client() as client:
-            client.client_kill_filter(_type="normal", skipme=True)
-        return not connections(server)
-
-    await aeventually(are_gone, 5)
-    await asyncio.sleep(0.01)  # a round of the event loop
 
 
 async def be_a_crowd(name: str) -> AsyncPoolLink:
@@ -252,9 +197,7 @@ async def test_sentinels_that_hang_are_passed_over(
 # Event loops that come and go.
 
 
-def test_a_thousand_short_event_loops_leave_nothing(
-    server: Redis, settings: Settings, name: str
-) -> None:
+def test_many_short_event_loops_leave_nothing(server: Redis, settings: Settings, name: str) -> None:
     configure(settings, server, io_timeout=10)
     asyncio.run(hold(name))
     files, open_before = open_files(), connections(server)
@@ -319,33 +262,6 @@ async def test_two_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
     async with asyncio.timeout(15):
         await asyncio.gather(*tasks)
     assert sorted(served) == sorted(sites)
-
-
-async def test_those_of_one_process_that_wait_for_one_fair_lock_share_one_connection(
-    server: Redis, settings: Settings, name: str
-) -> None:
-    settings.DISTLOCK = {"direct": alias(server.port), "fair": alias(server.port, fair=True)}
-    holder = rival(name, ttl=LONG)
-    await asyncio.to_thread(holder.takes)
-
-    async def queue() -> None:
-        async with lock(name, using="fair", timeout=60):
-            pass
-
-    tasks = [asyncio.create_task(queue()) for _ in range(CROWD)]
-    await aeventually(lambda: waiting_for(backend("fair"), name) == CROWD, 20, "all wait")
-    assert waiters(server, name) == 1
-    before, began = server.calls(), time.monotonic()
-    await asyncio.sleep(1)
-    calls, elapsed = server.calls(), time.monotonic() - began
-
-    asked = sum(calls[verb] - before[verb] for verb in ("evalsha", "blpop"))
-    assert server.info("clients")["blocked_clients"] <= 1
-    # The first one asks and listens, some five times a second.
-    assert asked < 30 * elapsed
-    await asyncio.to_thread(holder.leaves)
-    async with asyncio.timeout(30):
-        await asyncio.gather(*tasks)
 
 
 def queues(server: Redis) -> int:

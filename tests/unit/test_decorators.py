@@ -373,11 +373,7 @@ class TestMisuse:
         ("on_busy", "said"),
         [
             (skip, "on_busy=skip lacks its parentheses; write on_busy=skip()."),
-            (respond, "on_busy=respond lacks its parentheses; write on_busy=respond()."),
-            (retry, "on_busy=retry lacks its parentheses; write on_busy=retry()."),
             ("skip", "on_busy must be skip(), respond(), retry() or a function, not 'skip'."),
-            (409, "on_busy must be skip(), respond(), retry() or a function, not 409."),
-            ({}, "on_busy must be skip(), respond(), retry() or a function, not {}."),
         ],
     )
     def test_on_busy_is_a_policy(self, on_busy: Policy, said: str) -> None:
@@ -392,9 +388,7 @@ class TestMisuse:
         ("make", "error", "said"),
         [
             (lambda: respond("409"), TypeError, "must be a number, not '409'"),  # type: ignore[arg-type]
-            (lambda: respond(True), TypeError, "must be a number, not True"),
             (lambda: respond(200), ValueError, "must be an error, 400 to 599, not 200"),
-            (lambda: respond(4090), ValueError, "must be an error, 400 to 599, not 4090"),
             (lambda: retry(countdown=-1), ValueError, "countdown must be 0 or more seconds"),
             (lambda: retry("5"), TypeError, "countdown must be a number of seconds"),  # type: ignore[arg-type]
         ],

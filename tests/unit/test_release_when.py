@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connection, connections, transaction
+from django.db.models.signals import post_delete
+from django.test import TestCase
 from pytest_django.fixtures import Settings
 
 from django_distlock import (
@@ -30,6 +32,7 @@ from django_distlock.engine.values import State
 from django_distlock.lock import LockTerms
 from django_distlock.signals import lock_released
 from django_distlock.testing import reset_locks
+from testproject.models import Account
 from tests.contract.crew import held_in_thread
 from tests.fixtures.eventually import eventually
 from tests.unit.conftest import LOCMEM
@@ -155,6 +158,16 @@ def test_a_receiver_can_use_the_database_when_it_is_freed() -> None:
         lock_released.disconnect(look)
 
     assert autocommit == [True, True]
+
+
+def test_a_savepoint_that_is_rolled_back_frees_nothing() -> None:
+    with transaction.atomic():
+        by_with()
+        with pytest.raises(RolledBack), transaction.atomic():
+            raise RolledBack
+
+        assert not is_free()
+    assert is_free()
 
 
 def test_a_rollback_is_an_error_after_which_no_min_hold_counts() -> None:
@@ -313,6 +326,70 @@ def test_one_lost_between_the_exit_and_the_commit_is_logged(
         (logging.WARNING, "Lock a was lost: a test says so"),
         (logging.ERROR, "Lock a could not be released after the end of its transaction"),
     ]
+
+
+# In a TestCase.
+
+
+class InTestCase(TestCase):
+    """Django's own: its blocks are no transactions of the code under test."""
+
+    def code_under_test(self) -> None:
+        with transaction.atomic(durable=True):
+            by_with()
+            transaction.on_commit(lambda: None)
+            assert not is_free()
+
+    def test_it_is_free_at_the_end_of_the_outermost_block_of_the_code(self) -> None:
+        with self.captureOnCommitCallbacks() as callbacks:
+            self.code_under_test()
+
+            assert is_free()
+        assert len(callbacks) == 1
+
+    def test_it_is_free_after_its_rollback(self) -> None:
+        with pytest.raises(RolledBack), transaction.atomic():
+            self.code_under_test_without_durable()
+            raise RolledBack
+
+        assert is_free()
+
+    def test_a_rollback_is_an_error_after_which_no_min_hold_counts(self) -> None:
+        test_a_rollback_is_an_error_after_which_no_min_hold_counts()
+
+    def test_a_savepoint_that_is_rolled_back_frees_nothing(self) -> None:
+        test_a_savepoint_that_is_rolled_back_frees_nothing()
+
+    def code_under_test_without_durable(self) -> None:
+        with transaction.atomic():
+            by_with()
+        assert not is_free()
+
+    def test_outside_a_block_of_the_code_it_is_free_at_once(self) -> None:
+        by_with()
+        with lock("b", release="on_commit"):
+            pass
+
+        assert is_free()
+        assert is_free("b")
+
+    def test_in_a_block_whose_end_nothing_tells_it_is_free_at_once(self) -> None:
+        with transaction.atomic(savepoint=False):
+            by_with()
+
+        assert is_free()
+
+    def test_a_lock_of_a_delete_signal_is_free_afterwards(self) -> None:
+        account = Account.objects.create(name="a", balance=0, opening_balance=0)
+
+        def lock_it(**_: Any) -> None:
+            by_with()
+
+        post_delete.connect(lock_it, sender=Account)
+        self.addCleanup(post_delete.disconnect, lock_it, sender=Account)
+        account.delete()
+
+        assert is_free()
 
 
 # In async code.
