@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import Counter
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from django_distlock import LockNotAcquired, lock
 from testproject import tasks
 from testproject.services import audit, open_account
 from tests.fixtures.eventually import eventually
-from tests.fixtures.launch import send
 from tests.integration import celery_tasks
 from tests.integration.celery_tasks import SHORT, TTL, Diary, Entry
 
@@ -137,21 +135,6 @@ def test_a_task_that_is_ended_leaves_nothing_beyond_its_ttl(
 
     eventually(lambda: not lock(f"page:{diary.page}", using="redis").locked(), SHORT + 4)
     assert [entry.event for entry in diary.read()] == ["began"]
-
-
-def test_task_of_a_killed_child_runs_again_once_its_lease_is_over(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    result = send_to(worker, "waiting", diary)
-    [first] = began(diary, 1)
-
-    send(first.pid, signal.SIGKILL)
-
-    _, second = began(diary, 2)
-    assert second.pid != first.pid
-    assert second.at - first.at > NEARLY_TTL
-    diary.let_go()
-    assert result.get(timeout=30) == "done"
 
 
 def test_worker_that_is_stopped_gives_back_what_its_processes_hold(
