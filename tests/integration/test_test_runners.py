@@ -88,7 +88,7 @@ from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import LiveServerTestCase, SimpleTestCase, TestCase, TransactionTestCase
 from django_distlock import (
-    Lease, LockError, LockNotAcquired, StaleFencingToken, lock, locks, transaction_lock,
+    LockError, LockNotAcquired, StaleFencingToken, lock, locks, transaction_lock,
 )
 
 from .models import Account
@@ -134,22 +134,6 @@ class Locks:
             mail.outbox = []
             assert is_free("y")
             lease.check()
-
-    def test_readers_share(self):
-        with lock("x", shared=True):
-            assert is_free("x", shared=True)
-            assert not is_free("x")
-
-    def test_min_hold_reserves(self):
-        with lock("x", min_hold=60):
-            pass
-        assert not is_free("x")
-
-    def test_lease_is_handed_on(self):
-        lease = lock("x").acquire()
-        lease = Lease.attach(lease.detach())
-        assert not is_free("x")
-        lease.release()
 
     def test_locks_are_listed_and_purged(self):
         with lock("x"):
