@@ -67,6 +67,7 @@ def test_force_never_frees_the_next_holder(backend: BaseLockBackend, rival: Riva
     after.takes()
 
     assert backend.force_release(record.key, record.owner_digest) is False
+    assert backend.end_holding(record.key, record.owner_digest) is False  # the server compares, too
 
     assert after.holds
 
@@ -113,6 +114,7 @@ def test_what_min_hold_reserves_is_listed_as_that_and_can_be_freed(
     assert not _records(backend, other)
     assert other.tries()
     assert backend.force_release(reserved.key, reserved.owner_digest) is False
+    assert backend.end_holding(reserved.key, reserved.owner_digest) is False
     assert other.holds
 
 
