@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from django_distlock import lock
 from django_distlock.backends.base import BaseLockBackend
@@ -53,16 +54,21 @@ LOOKALIKES = [
 
 
 def test_any_text_is_a_lock(using: str, name: str, rival: Rivals, backend: BaseLockBackend) -> None:
-    for kind, text in HOSTILE.items():
-        hostile = f"{name}{text}"
-        other = rival(of=hostile)
+    texts = {kind: f"{name}{text}" for kind, text in HOSTILE.items()}
+    others = {kind: rival(of=text) for kind, text in texts.items()}
 
-        with lock(hostile, using=using) as lease:
-            assert lease.name == unicodedata.normalize("NFC", hostile), kind
-            assert not other.tries(), kind
-            if backend.supports_listing:
-                assert lease.request.key in {held.key for held in backend.held()}, kind
+    with ExitStack() as stack:
+        leases = {
+            kind: stack.enter_context(lock(text, using=using)) for kind, text in texts.items()
+        }
+        for kind, lease in leases.items():
+            assert lease.name == unicodedata.normalize("NFC", texts[kind]), kind
+            assert not others[kind].tries(), kind
+        if backend.supports_listing:
+            listed = {held.key for held in backend.held()}
+            assert [kind for kind, each in leases.items() if each.request.key not in listed] == []
 
+    for kind, other in others.items():
         assert other.tries(), kind
 
 
