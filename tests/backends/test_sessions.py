@@ -23,6 +23,7 @@ from django_distlock import (
     locks,
 )
 from django_distlock.backends.session.backend import SessionBackend
+from django_distlock.backends.session.occupants import Occupant
 from django_distlock.backends.session.sessions import DatabaseSession
 from django_distlock.engine.values import Busy, Grant, Release, Request, digest
 from django_distlock.ground.holder import Holder
@@ -645,6 +646,33 @@ def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
     assert ask(database, statement, held.key) == [(token + 1,)]
     with lock(name, using="locks", timeout=5) as lease:
         assert lease.checked_token() > token
+
+
+def test_a_list_parses_no_records_of_free_locks(
+    kind: tuple[str, str], database: str, name: str
+) -> None:
+    parse, parsed = Occupant.from_json.__func__, []  # type: ignore[attr-defined]  # of a class method
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is parse.__code__:
+            parsed.append(frame)
+
+    rows = FencingCounter.objects.using(database)
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+        held = rows.get(method_name=key)
+        rows.bulk_create(
+            FencingCounter(method_name=f"{key}:{n}", value=held.value - n, holder=held.holder)
+            for n in range(1, 201)
+        )
+        sys.setprofile(note)
+        try:
+            found = [each.name for each in backend().held()]
+        finally:
+            sys.setprofile(None)
+
+    assert name in found
+    assert len(parsed) < 20
 
 
 def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(

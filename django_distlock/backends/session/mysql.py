@@ -203,11 +203,15 @@ class MySQLRows(MySQLSessions):
         """Return the locks that are held: try, for a moment each, the rows that a living session acquired last."""
         cursor.execute("SELECT id FROM information_schema.processlist")
         newest = {number: 0 for (number,) in cursor.fetchall()}
-        for occupant in [one for counted in known.values() for one in counted.occupants]:
-            if occupant.session in newest:
-                newest[occupant.session] = max(newest[occupant.session], occupant.token or 0)
+        for counted in known.values():
+            recorded: list[Counted | Occupant] = [counted, *counted.readers.values()]
+            for each in recorded:
+                if each.session in newest:
+                    newest[each.session] = max(newest[each.session], each.token or 0)
         waiters = Counter(_waiting(cursor))
         for key, counted in known.items():
+            if not counted.readers and newest.get(counted.session) != counted.token:
+                continue
             found = [one for one in counted.occupants if newest.get(one.session) == one.token]
             if found and self.is_held(cursor, key):
                 for one in found:
@@ -254,8 +258,9 @@ class MySQLAdvisory(MySQLSessions):
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         waiters = Counter(_waiting(cursor))
         for key, user in self._users(cursor, [*known]).items():
-            if (last := known[key].last) and user == last.session:
-                yield as_held(known[key], last.owner_digest, waiters[key], shared=False)
+            counted = known[key]
+            if user and user == counted.session and (last := counted.last):
+                yield as_held(counted, last.owner_digest, waiters[key], shared=False)
 
     def _users(self, cursor: Any, keys: list[str]) -> dict[str, int | None]:
         """Return by key the session that holds the lock, or None."""

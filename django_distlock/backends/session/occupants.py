@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.database.dialect import COUNTER, LOCK, short_transaction
 from django_distlock.backends.database.records import raise_counter
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 #: The prefix of readers' keys; no other kind of lock has it.
 READER = "reader|"
+_SESSION = re.compile(r'"session":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,33 @@ class Occupant:
             return None
 
 
-class Counted(NamedTuple):
-    """A lock that was held before: its last occupant, and the recorded readers by the digests of their owners."""
+@dataclass(frozen=True)
+class Counted:
+    """A lock that was held before: its last occupant, and the recorded readers by the digests of their owners.
+
+    Most are free, and there may be 100,000 of them, so a *record* is parsed only if it is needed.
+    """
 
     key: str
-    name: str
-    last: Occupant | None
+    title: str | None
+    record: str | None
+    token: int
+    age: float
     readers: dict[str, Occupant]
+
+    @property
+    def name(self) -> str:
+        return shown(self.title or (self.last.name if self.last else self.key))
+
+    @cached_property
+    def last(self) -> Occupant | None:
+        return Occupant.from_json(self.record, token=self.token, age=self.age)
+
+    @property
+    def session(self) -> int | None:
+        """The session of the last occupant."""
+        found = _SESSION.search(self.record or "")
+        return int(found[1]) if found else None
 
     @property
     def occupants(self) -> list[Occupant]:
@@ -146,12 +169,10 @@ def _locks(
         keys,
     )
     locks, readers = dict[str, Counted](), defaultdict[str, dict[str, Occupant]](dict)
-    for key, token, holder, name, age in cursor.fetchall():
-        occupant = Occupant.from_json(holder, token=token, age=age / 1e6)
+    for key, token, record, title, age in cursor.fetchall():
         if key.startswith(READER):
-            if occupant:
-                readers[key.split("|")[1]][occupant.owner_digest] = occupant
+            if reader := Occupant.from_json(record, token=token, age=age / 1e6):
+                readers[key.split("|")[1]][reader.owner_digest] = reader
         elif keeps(key):
-            known = shown(name or (occupant.name if occupant else key))
-            locks[key] = Counted(key, known, occupant, readers[digest(key)])
+            locks[key] = Counted(key, title, record, token, age / 1e6, readers[digest(key)])
     return locks
