@@ -204,8 +204,7 @@ class MySQLRows(MySQLSessions):
         cursor.execute("SELECT id FROM information_schema.processlist")
         newest = {number: 0 for (number,) in cursor.fetchall()}
         for counted in known.values():
-            recorded: list[Counted | Occupant] = [counted, *counted.readers.values()]
-            for each in recorded:
+            for each in counted.occupants if counted.readers else [counted]:
                 if each.session in newest:
                     newest[each.session] = max(newest[each.session], each.token or 0)
         waiters = Counter(_waiting(cursor))
