@@ -257,6 +257,20 @@ def test_nobody_is_told_of_lost_replies_on_the_way(faulty: Faulty, using: str, n
     attached.release()
 
 
+@needs("typical")
+@pytest.mark.usefixtures("is_never_hung")
+async def test_nor_is_a_task(faulty: Faulty, using: str, name: str) -> None:
+    faulty.lose_replies("extend")
+    faulty.lose_replies("take_over")
+    lease = await lock(name, using=using, ttl=30).aacquire()
+    assert lease
+
+    attached = await Lease.aattach(await lease.adetach())
+
+    assert attached.fencing_token == lease.fencing_token
+    await attached.arelease()
+
+
 def test_a_text_serves_once(using: str, name: str) -> None:
     taken = lock(name, using=using).acquire()
     assert taken

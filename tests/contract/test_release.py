@@ -203,6 +203,19 @@ class TestWhenTheReplyIsLost:
 
         assert rival().tries()
 
+    @needs("typical")
+    @pytest.mark.usefixtures("is_never_hung")
+    async def test_a_task_gets_its_own_grant_too(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        faulty.lose_replies("try_acquire")
+
+        async with lock(name, using=using) as lease:
+            assert lease.held
+            assert not await asyncio.to_thread(rival().tries)
+
+        assert await asyncio.to_thread(rival().tries)
+
     @pytest.mark.usefixtures("is_never_hung")
     def test_an_acquire_whose_replies_are_all_lost_leaves_nothing(
         self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]

@@ -54,6 +54,11 @@ class TestWhileSomebodyElseHoldsIt:
         with try_lock(name, using=using) as lease:
             assert lease is None
 
+    @needs("typical")
+    async def test_so_does_that_of_a_task(self, using: str, name: str) -> None:
+        async with try_lock(name, using=using) as lease:
+            assert lease is None
+
     def test_a_timeout_is_kept_and_never_early(self, using: str, name: str, tick: float) -> None:
         began = time.monotonic()
 
