@@ -14,7 +14,7 @@ import pytest
 import time_machine
 from django.core.management import CommandError, call_command
 
-from django_distlock import lock
+from django_distlock import force_release, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import LONGEST
 from django_distlock.engine.values import Held, LockState
@@ -332,6 +332,18 @@ def test_errors_of_a_release_have_codes_of_their_own(settings: Any, name: str) -
         with pytest.raises(CommandError) as refused:
             call_command("release_lock", name, "--yes", *arguments)
         assert refused.value.returncode == code
+
+
+def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
+    other = lock(f"{name}:other", using="memory").acquire()
+    assert other
+    with lock(name, using="memory", min_hold=60):
+        pass
+
+    assert force_release(name, using="memory") == 1
+    other.release()
+    assert force_release(name, using="memory") == 0
+    assert lock(name, using="memory", timeout=0).acquire()
 
 
 @pytest.mark.parametrize(
