@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +94,13 @@ def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) 
         locks.close()
 
 
+#: False in a free-threaded Python.
+is_gil_enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+
+
 def _all_have_ended() -> bool:
-    if registry.leases():
-        gc.collect()  # without the GIL, some objects go by the collector alone, which comes seldom
+    if not is_gil_enabled():
+        gc.collect()  # some objects go by the collector alone there, which comes seldom
     return not registry.leases()
 
 
