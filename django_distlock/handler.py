@@ -227,18 +227,18 @@ def _running_test() -> object:
 
 @functools.cache
 def _watch_tests() -> list[object]:
-    """Return a list of one item: the running TestCase, "none" between two, or "first" in the test that calls this."""
+    """Return a list of one item: the running TestCase; "first" in the test that calls this, and between two."""
     running: list[object] = ["first"]
     case = sys.modules["unittest"].TestCase
     run = case.run
 
     @functools.wraps(run)
     def watched(test: object, *args: Any, **kwargs: Any) -> object:
-        running[0] = test
+        outer, running[0] = running[0], test
         try:
             return run(test, *args, **kwargs)
         finally:
-            running[0] = "none"
+            running[0] = outer
 
     case.run = watched
     return running

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 HEADER, REPLAYED = "Idempotency-Key", "Idempotency-Replayed"
 #: Bytes of a body that is stored; in the cache it is a third longer, and memcached takes no more than 1 MB.
 LARGEST = 500_000
+_HEADER = re.compile(r"(?!HTTP_)[A-Za-z0-9_-]+")
 #: Visible ASCII without quotes, commas and backslashes: a String of RFC 8941 needs no escapes, and two headers
 #: that a server has joined are no key.
 _KEY = re.compile(r"[!#-+\--\[\]-~]{1,255}", re.ASCII)
@@ -116,6 +117,11 @@ def idempotent(
     if not (scope is None or callable(scope) or isinstance(scope, str)):
         raise TypeError(f"scope must be a text or a function, not {scope!r}.")
     flag(required, "required")
+    if not isinstance(header, str) or not _HEADER.fullmatch(header):  # type: ignore[redundant-expr]
+        msg = (
+            f"header is the name of a header as clients send it, such as {HEADER}, not {header!r}."
+        )
+        raise ValueError(msg)
 
     def decorate(view: Any) -> Any:
         once = _Once(view, lifetime, cache, using, scope, header, required, if_down == "run")
@@ -202,7 +208,7 @@ class _Once:
         """Return the key of the request, "" if the request passes without one, or the response that refuses it."""
         request = self.request_in(args)
         sent = request.headers.get(self._header)
-        passes = request.method in _SAFE or hasattr(request, _MARK)
+        passes = request.method in _SAFE or getattr(request, _MARK, None) is request.META
         if passes or (sent is None and not self._required):
             return ""
         if sent is None:
@@ -286,7 +292,7 @@ class _Asked:
 
     def _mark(self, stack: ExitStack | AsyncExitStack) -> None:
         """Mark the request until *stack* is closed."""
-        setattr(self._request, _MARK, True)
+        setattr(self._request, _MARK, self._request.META)
         stack.callback(delattr, self._request, _MARK)
 
     def _known(self) -> HttpResponse | None:

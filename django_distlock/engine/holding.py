@@ -72,10 +72,8 @@ class Holding:
     fencing_token: int | None = None
     #: What its name was made of, as distributed_lock() was given it: "fee:{account_id}"; "" if that is not known.
     template = ""
-    #: Why it was lost; empty while it is not.
-    reason = ""
-    #: When it is lost unless it is extended before, and when it is renewed next: seconds on ``clock.lease_time()``.
-    deadline = due = 0.0
+    #: When it is renewed next: seconds on ``clock.lease_time()``.
+    due = 0.0
     #: Its min_hold, where that counts only if nothing fails until the release.
     hold_on_success = 0.0
     #: Whether its last entry has been left, and the end of a transaction is going to release it.
@@ -90,6 +88,8 @@ class Holding:
     kept_in = _NOWHERE
     granted_at = 0.0
     _state = State.PENDING
+    _reason = ""
+    _deadline = 0.0
     _holds_until: float | None = None
     _is_in_jeopardy = False
     #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
@@ -112,8 +112,6 @@ class Holding:
         """Make it pending; it is registered before anything is sent. *release_when*: *release* of LockTerms."""
         self.backend = backend
         self.request = request
-        self.name = request.name
-        self.using = backend.alias
         #: The key of its line in this process.
         self.line = backend.line_of(request)
         #: Whether others may hold the lock with it: other readers, or in other places.
@@ -132,13 +130,35 @@ class Holding:
         #: The transactions that it was taken in.
         self.began_in: Collection[Any] = transactions.open_here()
 
+    # What it is.
+
+    @property
+    def name(self) -> str:
+        """The name of the lock."""
+        return self.request.name
+
+    @property
+    def using(self) -> str:
+        """The alias of the backend."""
+        return self.backend.alias
+
+    @property
+    def reason(self) -> str:
+        """Why it was lost; empty while it is not."""
+        return self._reason
+
+    @property
+    def deadline(self) -> float:
+        """When it is lost unless it is extended before: seconds on ``clock.lease_time()``."""
+        return self._deadline
+
     # Whether it is held.
 
     def look(self) -> State:
         """Return its state now, by the clock of this machine: if its deadline has passed, it becomes lost."""
         if os.getpid() != forks.pid:
             forks.notice()
-        if self._state is State.HELD and clock.lease_time() >= self.deadline:
+        if self._state is State.HELD and clock.lease_time() >= self._deadline:
             self.end(State.LOST, "its deadline passed before it was extended")
         return self._state
 
@@ -152,7 +172,7 @@ class Holding:
         if state is State.HELD and self.lose_with_session():
             state = self._state
         if state is State.LOST:
-            raise LockLost(self.name, self.reason)
+            raise LockLost(self.name, self._reason)
         if state is not State.HELD:
             raise self._not_held()
 
@@ -167,13 +187,13 @@ class Holding:
     @property
     def time_left(self) -> float:
         """Seconds until its deadline."""
-        return max(0.0, self.deadline - clock.lease_time())
+        return max(0.0, self._deadline - clock.lease_time())
 
     @property
     def is_kept(self) -> bool:
         """Whether it is held and not being released. Unlike look(), it reports no loss."""
         is_held = self._state is State.HELD and bool(self.entries)
-        return is_held and clock.lease_time() < self.deadline
+        return is_held and clock.lease_time() < self._deadline
 
     @property
     def is_granted(self) -> bool:
@@ -209,7 +229,7 @@ class Holding:
             if self._state is not State.PENDING:
                 return False
             self.entries = [self.caller or current_caller()]
-            self.fencing_token, self.deadline, self.granted_at = granted.token, ends, now
+            self.fencing_token, self._deadline, self.granted_at = granted.token, ends, now
             self._holds_until = None if self._max_hold is None else start + self._max_hold
             # Before it is held, and so may be renewed. Not from now: after a late answer, less of it is left.
             self.due = max(now, start + ttl / 3)
@@ -309,7 +329,7 @@ class Holding:
         [is_kept] = yield [request]
         if not is_kept:
             self.end(State.LOST, "the server says that it is not ours any more")
-            raise LockLost(self.name, self.reason)
+            raise LockLost(self.name, self._reason)
         self.confirm(start, request.ttl)
         if ttl is not None:
             self.request = replace(self.request, ttl=ttl)
@@ -328,7 +348,7 @@ class Holding:
     def confirm(self, start: float, ttl: float) -> None:
         """Note an extension that was asked for at *start*; a lost lease stays lost."""
         with self._mutex:
-            self.deadline = max(self.deadline, start + ttl - drift(ttl))
+            self._deadline = max(self._deadline, start + ttl - drift(ttl))
             self._is_in_jeopardy = False
 
     def endanger(self) -> None:
@@ -397,15 +417,15 @@ class Holding:
             is_last = len(self.entries) == 1 and not self.awaits_end
             waits = open_ones and is_last and self.release_when != "at_exit"
             if waits and self.look() is State.HELD:
-                self.awaits_end = True
                 transactions.call_at_end(open_ones, self._give_back_at_end)
+                self.awaits_end = True
                 return
         if self.give_back_now():
             transactions.tell_of_release(self.name, strict=self.backend.strict)
 
     def _give_back_at_end(self, is_committed: bool) -> None:
         """Release it at the end of a transaction; a rollback counts as a failure."""
-        self.awaits_end = False
+        entries, self.awaits_end = self.entries, False
         if not is_committed:
             self.note_failure()
         try:
@@ -418,12 +438,16 @@ class Holding:
                 printable(self.name),
                 extra=log_fields(self.name, self.using),
             )
+        except BaseException:
+            self.finish_leaving(entries)
+            raise
 
     def give_back_now(self) -> bool:
         """Release it, whatever transaction is open; return whether the lock is free now."""
         if self._leaves_reentry():
             return False
         try:
+            self.look()
             began = clock.lease_time()
             outcome = settled(partial(self.backend.release, self.request), is_sure=_is_released)
             self._conclude(began, outcome)
@@ -449,6 +473,7 @@ class Holding:
     async def _agive_back_now(self) -> None:
         try:
             self.caller = current_caller()  # as in _leaves_reentry()
+            self.look()
             began = clock.lease_time()
             outcome = await asettled(partial(self.backend.arelease, self.request), _is_released)
             self._conclude(began, outcome)
@@ -480,7 +505,8 @@ class Holding:
 
     def _leaves_reentry(self) -> bool:
         """Remove the last entry of this caller; return whether others are left."""
-        self.look()
+        if os.getpid() != forks.pid:
+            forks.notice()
         with self._mutex:
             entries = [*self.entries]
             if not self.may_be_left:
@@ -508,7 +534,7 @@ class Holding:
         if self._state is State.LOST:
             if outcome is Release.TAKEN:
                 raise LockNotOwned(self.name)
-            raise LockLost(self.name, self.reason)
+            raise LockLost(self.name, self._reason)
         if lock_released.receivers:
             took = clock.lease_time() - began
             self.announce(lock_released, lease=self, held=self._held_for - took, took=took)
@@ -555,7 +581,7 @@ class Holding:
         try:
             with self._mutex:
                 if self._state in NOT_ENDED:
-                    self._state, self.reason, is_news = state, reason, True
+                    self._state, self._reason, is_news = state, reason, True
             if is_news:
                 self._leave_all()
         except BaseException:
@@ -597,7 +623,7 @@ class Holding:
         self.kept_in.pop(id(self), None)
 
     def _tell_of_the_loss(self) -> None:
-        reason, token = self.reason, self.fencing_token
+        reason, token = self._reason, self.fencing_token
         warn("Lock %s was lost: %s", self.name, reason, of=self, token=token)
         for callback in self._on_lost:
             try:

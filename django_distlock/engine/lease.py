@@ -38,14 +38,11 @@ class Lease(Holding):
     """
 
     # What Holding has, and dir() is to show.
-    name: str
-    using: str
     template: str
     fencing_token: int | None
-    reason: str
-    deadline: float
-    check = Holding.check
-    checked_token = Holding.checked_token
+    name, using = Holding.name, Holding.using
+    reason, deadline = Holding.reason, Holding.deadline
+    check, checked_token = Holding.check, Holding.checked_token
 
     # What it is.
 

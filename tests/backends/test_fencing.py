@@ -34,7 +34,7 @@ def paused_and_next(name: str, database: str) -> tuple[Lease, Lease]:
     second = lock(name, using=database, reentrant=False).acquire()
     assert second is not None
     first._state = type(first.state).HELD
-    first.deadline = float("inf")
+    first._deadline = float("inf")
     return first, second
 
 

@@ -129,6 +129,16 @@ class Locks:
         with lock("left too", reentrant=False, timeout=0):
             pass
 
+    def test_a_test_inside_of_it_ends_no_lock_of_it(self):
+        class Inside(SimpleTestCase):
+            def test_it(self):
+                pass
+
+        with lock("x") as lease:
+            assert Inside("test_it").run().wasSuccessful()
+            assert is_free("y")
+            lease.check()
+
     def test_lock_outlives_the_mails(self):
         with lock("x") as lease:
             mail.outbox = []

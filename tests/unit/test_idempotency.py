@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -125,6 +127,23 @@ def test_of_two_decorators_the_outer_one_counts() -> None:
         assert content(first) == content(second)
         assert first.status_code == 201
         assert second["Idempotency-Replayed"] == "true"
+
+
+def test_another_view_with_a_key_of_its_own_has_its_own_answers() -> None:
+    @idempotent()
+    def pay_all(request: HttpRequest) -> HttpResponse:
+        part = copy.copy(request)
+        part.META = {**request.META, "HTTP_IDEMPOTENCY_KEY": "part"}
+        vars(part).pop("headers", None)
+        return HttpResponse(" and ".join(content(pay(part))[1] for _ in range(2)))
+
+    assert content(pay_all(request())) == (200, "paid 1 and paid 1")
+
+
+@pytest.mark.parametrize("header", ["", "X Key", "HTTP_X_KEY", 5])
+def test_a_header_that_no_client_can_send_is_refused(header: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"such as Idempotency-Key, not {header!r}")):
+        idempotent(header=header)
 
 
 def test_a_repetition_gets_the_answer_of_the_first_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -70,6 +71,21 @@ def test_it_is_lost_when_the_deadline_passes_and_not_before(
     assert lease.remaining == 0
     with pytest.raises(LockLost, match="deadline passed"):
         lease.check()
+
+
+def test_a_release_by_a_callback_of_the_loss_hides_no_loss_from_the_exit(
+    memory: LocMemBackend, put_forward: PutForward
+) -> None:
+    def release(reason: str) -> None:
+        with suppress(LockNotHeld):
+            lease.release()
+
+    lease = _taken(ttl=100)
+    lease.on_lost(release)
+    put_forward(101)
+
+    with pytest.raises(LockLost, match="deadline passed"):
+        lease.release()
 
 
 def test_one_that_the_exit_gives_back_during_its_release_was_not_lost(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -35,6 +39,7 @@ from django_distlock.testing import reset_locks
 from testproject.models import Account
 from tests.contract.crew import held_in_thread
 from tests.fixtures.eventually import eventually
+from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.unit.conftest import LOCMEM
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -128,6 +133,32 @@ def test_it_is_free_after_a_commit_whose_functions_fail() -> None:
 
     assert kept.value.__traceback__
     assert is_free()
+
+
+def test_an_exception_of_a_signal_while_the_commit_frees_it_keeps_it_from_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # one may come in a finalizer
+
+    def commit(name: str, number: int) -> list[str]:
+        step, calls = StopAt(number), list[str]()
+
+        def count_releases(frame: FrameType, event: str, argument: object) -> None:
+            if "/engine/" in frame.f_code.co_filename or step.calls:
+                calls.append(event)
+                step._count(frame, event, argument)
+
+        with suppress(TimeLimit), transaction.atomic():
+            with lock(name):
+                pass
+            sys.setprofile(count_releases)
+        sys.setprofile(None)
+        return calls
+
+    # Nothing has begun at the first one.
+    for number in range(2, commit("counted", 0).count("call")):
+        commit(f"at:{number}", number)
+        eventually(partial(is_free, f"at:{number}"))
 
 
 def test_another_thread_that_is_refused_to_close_the_connection_does_not_free_it() -> None:
