@@ -292,10 +292,10 @@ async def test_tries_of_a_crowd_wait_for_each_other_within_their_timeout_and_not
     server: Redis, proxy: Proxy, settings: Settings, name: str
 ) -> None:
     configure(settings, server, proxy.port, io_timeout=5.0)
-    proxy.delay(0.5)  # so that the last ones wait for longer than the ttl
+    proxy.delay(0.8)  # so that the last ones wait for longer than the ttl
 
     async def work(number: int, timeout: float | None) -> bool:
-        async with lock(f"{name}:{number}", ttl=5, timeout=timeout) as lease:
+        async with lock(f"{name}:{number}", ttl=8, timeout=timeout) as lease:
             return lease.held
 
     patient = [asyncio.ensure_future(work(number, None)) for number in range(800)]
