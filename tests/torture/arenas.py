@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from tests.contract.profiles import (
 from tests.fixtures.environment import free_port, sqlite_path
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually
+from tests.fixtures.folders import private_folder
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 from tests.fixtures.proxy import Proxy
@@ -42,6 +44,7 @@ from tests.torture.clocks import (
     ClockedRedis,
     HasClock,
 )
+from tests.torture.power import Disk, LeftOut, PoweredPostgreSQL, PoweredRedis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +59,9 @@ HANG = 2.0
 SESSION: dict[str, Any] = {"shared": True, "effect_of_cut": "F", "effect_of_lost_reply": "F"}
 #: An error within so many seconds tells of a server that hangs.
 IO = {"io_timeout": 1.0}
+#: Many a lease outlives a restart of the server, and a loss of it would be seen.
+LONG: dict[str, Any] = {"ttl": 4.0, "work": 0.5, "free_within": 8.0}
+POWER_LOST = "power lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class Arena:
     #: What happens if a connection ends, or a reply is lost with it: a session holds the lock no longer.
     effect_of_cut: str = "V"
     effect_of_lost_reply: str = "X"
+    #: All workers lose their power with this one.
+    disk: Disk | None = None
     #: The backend works in one process alone.
     alone: bool = False
     #: Rows are written without a check and without a fence.
@@ -205,26 +213,38 @@ def memory() -> Iterator[Arena]:
 
 
 @contextmanager
-def sqlite() -> Iterator[Arena]:
+def sqlite(path: str = "", synchronous: str = "NORMAL", **arena: Any) -> Iterator[Arena]:
     """Leases in a file of SQLite."""
     import sqlite3
 
-    path = sqlite_path()
     database = {
         "ENGINE": "django.db.backends.sqlite3",
-        "NAME": path,
+        "NAME": path or sqlite_path(),
         "OPTIONS": {
             "timeout": 20,
-            "init_command": "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL",
+            "init_command": f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {synchronous}",
         },
     }
     yield Arena(
         {"BACKEND": DATABASE, "OPTIONS": {"using": "locks"}},
         databases={"locks": database},
         migrated=["locks"],
-        purge=True,
         versions=[f"SQLite {sqlite3.sqlite_version}"],
+        **arena,
     )
+
+
+@contextmanager
+def sqlite_power(synchronous: str = "NORMAL") -> Iterator[Arena]:
+    """Leases in a file of SQLite, on a machine whose power is cut."""
+    with ExitStack() as stack:
+        folder = private_folder("power")
+        stack.callback(shutil.rmtree, folder)
+        disk = Disk(folder)
+        stack.callback(disk.close)
+        # The operator has no power cut, and so must leave the file alone.
+        quiet = {"listing": False, "disk": disk}
+        yield stack.enter_context(sqlite(str(folder / "locks.sqlite3"), synchronous, **quiet))
 
 
 @contextmanager
@@ -248,6 +268,25 @@ def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
             ],
             versions=[f"PostgreSQL {version.split()[0]}", f"psycopg {psycopg.__version__}"],
             **arena,
+        )
+
+
+@contextmanager
+def postgres_power(**settings: str) -> Iterator[Arena]:
+    """Leases on a PostgreSQL whose power is cut, and whose clients do not wait for its disk of their own accord."""
+    fast = {"recovery_init_sync_method": "syncfs"}
+    settings = {"fsync": "on", "synchronous_commit": "off", **fast, **settings}
+    with PoweredPostgreSQL(settings=settings) as server:
+        with server.admin() as admin:
+            [version] = admin.execute("SHOW server_version").fetchone() or [""]
+        yield Arena(
+            {"BACKEND": DATABASE, "OPTIONS": {"using": "locks", **IO}},
+            databases={"locks": postgres_database(server.port)},
+            migrated=["locks"],
+            purge=True,
+            blows=[Blow(POWER_LOST, "X", server.lose_power)],
+            versions=[f"PostgreSQL {version.split()[0]}", f"psycopg {psycopg.__version__}"],
+            **LONG,
         )
 
 
@@ -386,6 +425,24 @@ def _on_redis(
                 *_clock_blows([server], "F"),
             ],
             versions=_redis_versions(server),
+        )
+
+
+@contextmanager
+def redis_power(fsync: str, **options: Any) -> Iterator[Arena]:
+    """A Redis whose power is cut."""
+    with PoweredRedis(settings={"appendonly": "yes", "appendfsync": fsync}) as server:
+        [version] = _redis_versions(server)[:1]
+        if options.get("wait_disk") and version < "Redis 8":
+            raise LeftOut(
+                f"wait_disk needs Redis 8, and this is {version}: set DISTLOCK_REDIS_SERVER"
+            )
+        yield Arena(
+            _redis_alias(server.port, **options),
+            shared=True,
+            blows=[Blow(POWER_LOST, "X", server.lose_power)],
+            versions=_redis_versions(server),
+            **LONG,
         )
 
 
@@ -620,7 +677,7 @@ def careless() -> Iterator[Arena]:
 
 ARENAS: dict[str, Make] = {
     "memory": memory,
-    "sqlite": sqlite,
+    "sqlite": partial(sqlite, purge=True),
     "postgres": partial(_on_postgres, DATABASE, "X", purge=True),
     "postgres-fair": partial(_on_postgres, DATABASE, "X", purge=True, options={"fair": True}),
     "postgres-standby": postgres_standby,
@@ -638,6 +695,10 @@ ARENAS: dict[str, Make] = {
     "memcached": memcached,
     "zookeeper": zookeeper,
     "etcd": etcd,
+    "sqlite-power": sqlite_power,
+    "postgres-power": postgres_power,
+    "redis-power": partial(redis_power, "always"),
+    "redis-power-wait-disk": partial(redis_power, "everysec", wait_disk=True),
 }
 #: Arenas without a lock, or without what a lock needs: the checker must find that.
 CONTROLS: dict[str, Make] = {"no-lock": no_lock, "careless": careless}

@@ -13,6 +13,7 @@ from tests.torture.clocks import worker_clock
 from tests.torture.rows import STORE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.torture.arenas import Arena
@@ -88,6 +89,17 @@ class Crew:
         worker.close()
         self._begin(number)
         return name
+
+    def replace_all(self, meanwhile: Callable[[], None]) -> list[str]:
+        """Kill all workers, do something *meanwhile*, start others, and return the names of those that were killed."""
+        killed = [*self.workers.items()]
+        for _, (_, worker) in killed:
+            worker.kill()
+            worker.close()
+        meanwhile()
+        for number, _ in killed:
+            self._begin(number)
+        return [name for _, (name, _) in killed]
 
     def order(self, *words: str) -> str:
         """Have the operator do something, and return what they said."""

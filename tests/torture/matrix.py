@@ -34,6 +34,7 @@ MET: dict[str, tuple[str, ...]] = {
     ),
     "server restarts and has kept all its data": (
         "server restarts and has kept all its data",
+        "power lost",
         "the leader of ZooKeeper or etcd is killed",
         "one of three members is killed",
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from django_distlock.ground import clock
-from tests.torture.arenas import STEP, Blow
+from tests.torture.arenas import POWER_LOST, STEP, Blow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.torture.crew import Crew
     from tests.torture.history import Writer
 
+KILLED = "holder or waiter killed"
 #: Seconds by which the wall clock of a worker is wrong.
 WRONG = (-3600.0, -5.0, 0.0, 5.0, 3600.0)
 
@@ -81,12 +82,15 @@ class Nemesis:
         began = clock.lease_time()
         target, surely = act.act()
         began, ended = surely or (began, clock.lease_time())
+        self._write(act.kind, act.effect, target, began, ended)
+
+    def _write(self, kind: str, effect: str, target: str, began: float, ended: float) -> None:
         self._history.write(
             "fault",
-            what=act.kind,
+            what=kind,
             began=began,
             ended=ended,
-            effect=act.effect,
+            effect=effect,
             target=target,
             told=self._arena.ttl,
         )
@@ -99,7 +103,7 @@ class Nemesis:
 
     def _acts(self) -> list[Act]:
         acts = [
-            Act("holder or waiter killed", "X", self._kill),
+            Act(KILLED, "X", self._kill),
             Act("holder stopped for less than the ttl", "X", lambda: self._freeze(0.1, 0.5)),
             Act("holder stopped for longer", "V", lambda: self._freeze(1.2, 2.0)),
         ]
@@ -112,6 +116,8 @@ class Nemesis:
                 Act("reply lost", self._arena.effect_of_lost_reply, self._lose_replies),
                 Act("slow line", "X", self._slow),
             ]
+        if self._arena.disk:
+            acts.append(Act(POWER_LOST, "X", self._lose_power))
         if self._arena.purge:
             acts.append(Act("purge of stale rows", "X", lambda: self._order("purge")))
         if self._arena.listing and not self._arena.alone:
@@ -122,6 +128,15 @@ class Nemesis:
 
     def _kill(self) -> tuple[str, None]:
         return self._crew.replace(self._chance), None
+
+    def _lose_power(self) -> tuple[str, None]:
+        """Cut the power of all workers and of their disk."""
+        disk, began = self._arena.disk, clock.lease_time()
+        assert disk is not None
+        disk.cut(self._chance)
+        for name in self._crew.replace_all(disk.mount_again):
+            self._write(KILLED, "X", name, began, clock.lease_time())
+        return "", None
 
     def _freeze(self, least: float, most: float) -> tuple[str, None]:
         name, worker = self._crew.choose(self._chance)

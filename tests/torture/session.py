@@ -12,6 +12,7 @@ from rich.console import Console
 from tests.fixtures.warm import WarmParent
 from tests.torture.arenas import ARENAS, CONTROLS
 from tests.torture.history import pack
+from tests.torture.power import LeftOut
 from tests.torture.report import page
 from tests.torture.run import Result, result_of, run, store
 
@@ -50,7 +51,12 @@ def torture(
         tried = partial(_tried, rows=rows, seed=seed, beside=beside)
         results = []
         for name in chosen:
-            results.append(tried(ARENAS[name], folder / name, seconds=seconds))
+            try:
+                results.append(tried(ARENAS[name], folder / name, seconds=seconds))
+            except LeftOut as why:
+                (folder / name).rmdir()
+                _console.print(f"{name} was left out: {why}")
+                continue
             if history is not None:
                 pack(folder / name, Path(str(history).replace("{backend}", name)))
         if report is not None:

@@ -286,6 +286,7 @@ def operate(config: dict[str, Any], folder: str) -> None:
             call_command("migrate", app, database=alias, verbosity=0)
     for name in config["names"]:
         rows.make(name)
+    connections.close_all()
     say("ready")
     while True:
         word, *names = hear().split()
