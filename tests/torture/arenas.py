@@ -99,6 +99,8 @@ class Arena:
     effect_of_lost_reply: str = "X"
     #: All workers lose their power with this one.
     disk: Disk | None = None
+    #: Has the tables on the disk before anything happens to it.
+    settle: Callable[[], object] = lambda: None
     #: The backend works in one process alone.
     alone: bool = False
     #: Rows are written without a check and without a fence.
@@ -243,7 +245,7 @@ def sqlite_power(synchronous: str = "NORMAL") -> Iterator[Arena]:
         disk = Disk(folder)
         stack.callback(disk.close)
         # The operator has no power cut, and so must leave the file alone.
-        quiet = {"listing": False, "disk": disk}
+        quiet = {"listing": False, "disk": disk, "settle": disk.sync}
         yield stack.enter_context(sqlite(str(folder / "locks.sqlite3"), synchronous, **quiet))
 
 
@@ -274,8 +276,9 @@ def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
 @contextmanager
 def postgres_power(**settings: str) -> Iterator[Arena]:
     """Leases on a PostgreSQL whose power is cut, and whose clients do not wait for its disk of their own accord."""
-    fast = {"recovery_init_sync_method": "syncfs"}
-    settings = {"fsync": "on", "synchronous_commit": "off", **fast, **settings}
+    lazy = {"synchronous_commit": "off", "wal_writer_delay": "10s"}
+    quick = {"recovery_init_sync_method": "syncfs"}
+    settings = {"fsync": "on", **lazy, **quick, **settings}
     with PoweredPostgreSQL(settings=settings) as server:
         with server.admin() as admin:
             [version] = admin.execute("SHOW server_version").fetchone() or [""]
@@ -283,11 +286,17 @@ def postgres_power(**settings: str) -> Iterator[Arena]:
             {"BACKEND": DATABASE, "OPTIONS": {"using": "locks", **IO}},
             databases={"locks": postgres_database(server.port)},
             migrated=["locks"],
+            settle=partial(_checkpoint, server),
             purge=True,
             blows=[Blow(POWER_LOST, "X", server.lose_power)],
             versions=[f"PostgreSQL {version.split()[0]}", f"psycopg {psycopg.__version__}"],
             **LONG,
         )
+
+
+def _checkpoint(server: PostgreSQL) -> None:
+    with server.admin() as admin:
+        admin.execute("CHECKPOINT")
 
 
 class Standby(PostgreSQL):

@@ -72,6 +72,7 @@ class Crew:
     def start(self) -> None:
         """Start the operator, who makes the rows, and then the workers."""
         self._operator.expect("ready", 60)
+        self._arena.settle()
         if self._arena.workers > WITH_CLOCK and self._arena.blows:
             self.clocks.append(worker_clock(self._folder, "worker"))
         for each in range(self._arena.workers):
