@@ -24,11 +24,13 @@ def main() -> int:
     import django
 
     django.setup()
+    from tests.torture.power import own_mounts
     from tests.torture.session import torture, write
 
     if arguments.again:
         write(arguments.folder, arguments.report)
         return 0
+    own_mounts()
     return torture(
         arguments.backend,
         minutes=arguments.minutes,

@@ -22,6 +22,8 @@ from tests.fixtures.servers import Server
 #: ioctl(2) of ext4: stop at once, and write nothing more, not even the journal.
 SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = struct.pack("I", 2)
+#: unshare(2)
+CLONE_NEWNS = 0x20000
 #: sync_file_range(2): start to write, and wait until it is written.
 WRITE_AND_WAIT = 2 | 4
 SIZE = 512 * 1024 * 1024
@@ -29,6 +31,12 @@ SIZE = 512 * 1024 * 1024
 
 class LeftOut(Exception):
     """An arena cannot be had here; the text says why."""
+
+
+def own_mounts() -> None:
+    """Keep what is mounted from other processes, which could hold on to it; it goes with this process, however that ends."""
+    if IS_LINUX and ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+        _run("mount", "--make-rprivate", "/")
 
 
 class Disk:
