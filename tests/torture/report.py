@@ -96,7 +96,7 @@ A deadline that counts from the reply was found by neither in runs of 15 seconds
 
 On 28 November 2026, the arenas that lose their power ran for five minutes each, with the seed 71, beside other work of the machine, and broke no promise:
 PostgreSQL 15.18 (113 cuts, 1,189 holds), Redis 8.0.2 with `wait_disk` and `appendfsync everysec` (128 cuts, 715 holds), and SQLite 3.40.1 (65 cuts, 6,754 holds).
-Both checkers found what was planted:
+What was planted:
 
 - PostgreSQL with `fsync=off` did not start again after the first cut. Leases that leave `synchronous_commit = off` as it is had two holders 12 times in 28 cuts.
 - Redis with `appendfsync everysec` alone gave a lock to two holders 9 times in 34 cuts.
