@@ -161,7 +161,7 @@ async def test_connections_that_a_router_swallows_are_replaced_unseen(
 async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
     server: Redis, settings: Settings, name: str
 ) -> None:
-    configure(settings, server, io_timeout=2.0)
+    configure(settings, server, io_timeout=1.5)
     await hold(name)
     server.pause()
     try:
