@@ -137,7 +137,7 @@ class LockHandler:
             if test == before:
                 return
             for lease in registry.leases() if before is not None else ():
-                if lease.look() is State.HELD:
+                if lease.held:
                     lease.end(State.LOST, "the test that took it is over")
                     lease.backend.revoke_all([lease.request])
             self.reset()
@@ -263,7 +263,7 @@ def _watch_exit_of_child() -> None:
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
     if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
-        aliases = {lease.using for lease in registry.leases() if lease.look() is State.HELD}
+        aliases = {lease.using for lease in registry.leases() if lease.held}
         in_use = {alias: memory[alias] for alias in aliases & memory.keys()}
         locks.reset()
         memory.update(in_use)

@@ -407,7 +407,7 @@ class Attempt:
         """Raise LockNotAcquired, as no time is left, unless the lock is free by now."""
         queue, line = self.backend.queue, self._line
         holder = queue.held_by(line)
-        if holder is not None and holder.look() is State.HELD:
+        if holder is not None and holder.held:
             self.busy = Busy(holder.request.holder, holder.time_left)
             self._refuse()
         self.busy = Busy()  # others of this process are before us
@@ -674,11 +674,7 @@ class Attempt:
         if has_interrupted_a_section() or _lock_of(lease) in changing:
             raise LockDeadlock(lease.name, INTERRUPTS)
         if runs_foreign_tasks() and self._limit is None:
-            held = (
-                each
-                for each in registry.leases()
-                if each.look() is State.HELD and each.is_of_caller()
-            )
+            held = (each for each in registry.leases() if each.held and each.is_of_caller())
             if any(_lock_of(each) == _lock_of(lease) for each in held):
                 raise LockDeadlock(lease.name, STOPS_HOLDER)
 

@@ -162,6 +162,11 @@ class Holding:
             self.end(State.LOST, "its deadline passed before it was extended")
         return self._state
 
+    @property
+    def held(self) -> bool:
+        """Whether it is certain that the lock is still ours."""
+        return self.look() is State.HELD
+
     def check(self) -> None:
         """Raise LockLost unless it is certain that the lock is still ours, LockNotHeld if it was released.
 
@@ -181,8 +186,7 @@ class Holding:
         """Whether a renewal is late or has failed, while the deadline has not passed yet."""
         renewal = self.renewal()  # a shorter one, or none, towards the end of its max_hold
         late = renewal.ttl * LATE if self.renews and renewal is not None else 0.0
-        is_held = self.look() is State.HELD
-        return is_held and (self._is_in_jeopardy or self.time_left < late)
+        return self.held and (self._is_in_jeopardy or self.time_left < late)
 
     @property
     def time_left(self) -> float:
@@ -273,7 +277,7 @@ class Holding:
         LockDeadlock in a thread that cannot find out.
         """
         last = self.entries[-1:]  # none: it is being released, and may be free already
-        if self.caller is None or not last or self.look() is not State.HELD or runs_foreign_tasks():
+        if self.caller is None or not last or not self.held or runs_foreign_tasks():
             return False
         try:
             is_ours = last[0].is_current or waits_for_us(last[0])
@@ -416,7 +420,7 @@ class Holding:
             open_ones = transactions.still_open(of_which)
             is_last = len(self.entries) == 1 and not self.awaits_end
             waits = open_ones and is_last and self.release_when != "at_exit"
-            if waits and self.look() is State.HELD:
+            if waits and self.held:
                 transactions.call_at_end(open_ones, self._give_back_at_end)
                 self.awaits_end = True
                 return
@@ -599,7 +603,7 @@ class Holding:
 
     def end_unattended(self) -> None:
         """Become lost: the thread or task that held it, or was releasing it, has ended."""
-        if self.look() is State.HELD:
+        if self.held:
             reason = "the thread or task that held it ended without releasing it"
             self.end(State.LOST, reason, frees=True)
 

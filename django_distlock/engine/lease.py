@@ -42,7 +42,7 @@ class Lease(Holding):
     fencing_token: int | None
     name, using = Holding.name, Holding.using
     reason, deadline = Holding.reason, Holding.deadline
-    check, checked_token = Holding.check, Holding.checked_token
+    held, check, checked_token = Holding.held, Holding.check, Holding.checked_token
 
     # What it is.
 
@@ -70,11 +70,6 @@ class Lease(Holding):
     def state(self) -> State:
         """Its state now, by the clock of this machine."""
         return self.look()
-
-    @property
-    def held(self) -> bool:
-        """Whether it is certain that the lock is still ours."""
-        return self.look() is State.HELD
 
     @property
     def lost(self) -> bool:

@@ -121,7 +121,7 @@ class Registry:
 
     def _held(self) -> list[Holding]:
         """Return the leases that are held; one whose deadline has passed becomes lost."""
-        return [lease for lease in self.leases() if lease.look() is State.HELD]
+        return [lease for lease in self.leases() if lease.held]
 
     def _look(self) -> None:
         if self._has_unattended:
@@ -143,7 +143,7 @@ class Registry:
 
     def _end_what_is_over(self, leases: Iterable[Holding]) -> None:
         for lease in leases:
-            if lease.look() is State.HELD:
+            if lease.held:
                 lease.lose_with_session()
             if lease.is_unattended:
                 # Other code may still refer to it. If none does, its finalizer releases it, by a
@@ -169,7 +169,7 @@ class Registry:
     def _extend(self, backend: BaseLockBackend, leases: list[Holding]) -> None:
         start = clock.lease_time()
         # A lease that is being released is not renewed.
-        entered = [lease for lease in leases if lease.look() is State.HELD and lease.is_entered]
+        entered = [lease for lease in leases if lease.held and lease.is_entered]
         asked = [(lease, request) for lease in entered if (request := lease.renewal())]
         try:
             for together in _by_server(backend, asked):

@@ -87,11 +87,7 @@ class QueueBackend(StepsBackend):
         return self._verbs.is_session_over(request)
 
     def _leases(self) -> list[Holding]:
-        return [
-            lease
-            for lease in registry.leases()
-            if lease.backend is self and lease.look() is State.HELD
-        ]
+        return [lease for lease in registry.leases() if lease.backend is self and lease.held]
 
     def _session_lost(self, reason: str) -> None:
         """End the leases of a session that is over. Does not block; any thread may call it."""
