@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("servers", nargs="*", metavar="SERVER", help=f"of {', '.join(SERVERS)}")
     parser.add_argument("--only", choices=KINDS, action="append", help="one of the tables")
     parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--work", type=float, default=1.0, help="of a crowd's holders, in ms")
     parser.add_argument("--files", action="store_true", help="list the calls of each file, too")
     parser.add_argument("--no-disk", action="store_true", help="have no database wait for its disk")
     parser.add_argument("--save", type=Path, help="write figures and charts into this folder")
@@ -70,7 +71,9 @@ def main() -> None:
             start, rivals = SERVERS[server]
             with start(), awake():
                 for title in rivals():
-                    wanted = Wanted(rivals, title, arguments.rounds, arguments.files)
+                    wanted = Wanted(
+                        rivals, title, arguments.rounds, arguments.files, arguments.work / 1e3
+                    )
                     for name in arguments.only or KINDS:
                         progress.update(task, description=f"{title}: {name}", refresh=True)
                         found.add(name, title, KINDS[name].rows(wanted))

@@ -52,6 +52,7 @@ def redis_field() -> Field:
                 spent=spent,
             ),
             ours("redis", _spent("evalsha")),
+            ours("redis-fair"),
             ours("redis", limit=1),
         ]
     }

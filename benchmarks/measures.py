@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,12 +120,14 @@ class Crowd(NamedTuple):
     fairness: float
 
 
-def crowds(which: Which, size: int, rounds: int = 3, seconds: float = 1.0) -> list[Crowd]:
-    """Return for each what *size* processes get that all want its name.
+def crowds(
+    which: Which, size: int, work: float, rounds: int = 3, seconds: float = 1.0
+) -> list[Crowd]:
+    """Return for each what *size* processes get that all want its name, for *work* seconds at a time.
 
     1 is the index of equal shares (R. Jain et al., "A Quantitative Measure Of Fairness", 1984).
     """
-    crew = _crew(size, _compete, which, rounds, seconds)
+    crew = _crew(size, partial(_compete, work), which, rounds, seconds)
     found = []
     for place, _ in enumerate(which[2]):
         counts = [sum(turn[place][0] for turn in told) for told in crew]
@@ -202,14 +205,15 @@ def _pass_on(one: Contender, passes: int) -> list[float]:
     return moments
 
 
-def _compete(one: Contender, seconds: float) -> list[float]:
-    """Take the lock as often as it can be had, for a millisecond's work each time; return how often."""
+def _compete(work: float, one: Contender, seconds: float) -> list[float]:
+    """Take the lock as often as it can be had, for *work* seconds each time; return how often."""
     assert one.wait is not None
     count = 0
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         one.wait()
-        time.sleep(0.001)
+        if work:
+            time.sleep(work)
         count += 1
         one.free()
     return [count]

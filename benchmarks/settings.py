@@ -26,6 +26,10 @@ for vendor in ("postgres", "mariadb"):
             "BACKEND": f"{BACKENDS}.{kind}.{backend}",
             "OPTIONS": {"using": vendor},
         }
+DISTLOCK["redis-fair"] = {
+    **DISTLOCK["redis"],
+    "OPTIONS": {**DISTLOCK["redis"].get("OPTIONS", {}), "fair": True},
+}
 # These servers have not been up for long, and need not survive a restart.
 servers = list(five_caches(os.environ["DISTLOCK_REDIS_FIVE_PORTS"]))
 DISTLOCK["redlock"] = {

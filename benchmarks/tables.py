@@ -22,12 +22,13 @@ CROWDS = (2, 8, 32)
 
 @dataclass(frozen=True)
 class Wanted:
-    """Whom to measure: those of *field* under *title*; *rounds*: cycles of each."""
+    """Whom to measure: those of *field* under *title*; *rounds*: cycles of each; *work*: seconds that a crowd's holder keeps the lock."""
 
     rivals: Callable[[], Field]
     title: str
     rounds: int
     files: bool
+    work: float
 
     @property
     def of_ours(self) -> list[tuple[str, str]]:
@@ -82,7 +83,7 @@ def _crowds(wanted: Wanted) -> list[Row]:
     names, which = wanted.waiting
     if not names:
         return []
-    by_size = [crowds(which, size) for size in CROWDS]
+    by_size = [crowds(which, size, wanted.work) for size in CROWDS]
     return [
         Row(name, [figure for crowd in found for figure in crowd])
         for name, *found in zip(names, *by_size, strict=True)
@@ -118,7 +119,7 @@ KINDS = {
     ),
     "handoff": Kind("Hand-off to a waiter in another process", {"ms": 1, "of raw": 2}, _handoffs),
     "crowd": Kind(
-        "Processes that want one name, for a millisecond's work each time",
+        "Processes that want one name",
         {
             heading: digits
             for size in CROWDS
