@@ -61,11 +61,21 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
         yield CheckWarning(text, hint=hint, id="distlock.W001")
     for alias in aliases:
         try:
-            yield from locks[alias].check(databases)
+            yield from _check_alias(locks[alias], databases)
             if databases is None and apps.is_installed("django_tenants"):
                 yield from _check_tenants(locks[alias])
         except InvalidLockBackend as error:
             yield _wrong(error)
+
+
+def _check_alias(
+    backend: BaseLockBackend, databases: Sequence[str] | None
+) -> list[CheckMessage]:
+    try:
+        return backend.check(databases)
+    except Exception:
+        backend.check_key()  # which says so if that failed
+        raise
 
 
 def _check_declared() -> Iterator[CheckMessage]:

@@ -266,6 +266,12 @@ class UnsupportedDatabase(InvalidLockBackend):
     hint = "Let OPTIONS 'using' name another database, choose another backend, or write one."
 
 
+class KeyFunctionFailed(InvalidLockBackend):
+    """The project's function for the keys of an alias raised an error, as outside of a tenant."""
+
+    check, hint = "distlock.E011", "Until then, its server is not checked."
+
+
 def root_cause(error: Exception) -> Exception:
     """Return the driver's error behind *error*, to be the only cause of an error of ours.
 

@@ -36,6 +36,7 @@ from django_distlock.engine.values import (
 from django_distlock.engine.waiting import Wait, Waiting
 from django_distlock.exceptions import (
     InvalidLockBackend,
+    KeyFunctionFailed,
     LockBackendError,
     LockOutcomeUnknown,
     NotSupported,
@@ -265,6 +266,18 @@ class BaseLockBackend(ABC):
                 f"DISTLOCK[{self.alias!r}]: KEY_PREFIX is the function {function}(), which must return a str, not {prefix!r}."
             )
         return prefix
+
+    def check_key(self) -> None:
+        """Raise KeyFunctionFailed if the project's function for the keys fails, as outside of a tenant."""
+        try:
+            self.key_of("x")
+        except InvalidLockBackend:
+            raise
+        except Exception as error:
+            raise KeyFunctionFailed(
+                f"DISTLOCK[{self.alias!r}]: KEY_PREFIX, or the KEY_FUNCTION of its cache, failed: {printable(repr(error))}. "
+                "Run this for a tenant, or let the function return a text where there is none."
+            ) from error
 
     def label(self) -> str:
         """Return what the cache that keeps the locks adds to its keys now; "" without a cache."""

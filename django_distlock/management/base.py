@@ -25,15 +25,12 @@ from django_distlock import (
     locks,
 )
 from django_distlock.conf import DEFAULT_ALIAS, LONGEST
-from django_distlock.ground.naming import printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Iterable, Sequence
 
     from django.core.management.base import OutputWrapper
-
-    from django_distlock.backends.base import BaseLockBackend
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 #: The exit code for wrong arguments, as of argparse.
@@ -178,21 +175,6 @@ def wanted_aliases(using: list[str] | None) -> list[str]:
             facts = {"alias": alias, "known": ", ".join(known)}
             raise CommandError(text % facts, returncode=WRONG_ARGUMENTS)
     return list(dict.fromkeys(using or known))
-
-
-def checked_backend(alias: str) -> BaseLockBackend:
-    """Return the backend of *alias*; InvalidLockBackend if the project's function for its keys fails, as outside of a tenant."""
-    backend = locks[alias]
-    try:
-        backend.key_of("x")
-    except InvalidLockBackend:
-        raise
-    except Exception as error:
-        raise InvalidLockBackend(
-            f"DISTLOCK[{alias!r}]: KEY_PREFIX, or the KEY_FUNCTION of its cache, failed: {printable(repr(error))}. "
-            "Run this command for a tenant, or let the function return a text where there is none."
-        ) from error
-    return backend
 
 
 def write_rows(out: OutputWrapper, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

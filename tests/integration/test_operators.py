@@ -28,6 +28,7 @@ from django_distlock.management.base import (
 )
 from django_distlock.management.commands.list_locks import Command as ListLocks
 from django_distlock.management.commands.release_lock import NOT_HELD, Command as ReleaseLock
+from tests.fixtures import tenancy
 from tests.fixtures.processes import Spawn
 
 from .aliases import DOWN, DUMMY, MEMORY
@@ -360,7 +361,7 @@ def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
 def test_a_function_that_finds_no_tenant_is_no_traceback(
     command: list[str], code: int, settings: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings.DISTLOCK = {"default": {**MEMORY, "KEY_PREFIX": "tests.fixtures.tenancy.no_tenant"}}
+    settings.DISTLOCK = {"default": {**MEMORY, "KEY_PREFIX": tenancy.NO_TENANT}}
 
     with pytest.raises(CommandError) as refused:
         call_command(*command)
@@ -368,10 +369,10 @@ def test_a_function_that_finds_no_tenant_is_no_traceback(
     assert refused.value.returncode == code
     said = f"{refused.value} {capsys.readouterr().err}"
     assert "DISTLOCK['default']: KEY_PREFIX, or" in said
-    assert "failed: LookupError('no tenant'). Run this command for a tenant, or let" in said
+    assert "failed: LookupError('no tenant'). Run this for a tenant, or let" in said
 
 
 def test_rows_are_purged_where_there_is_no_tenant(settings: Any) -> None:
-    settings.DISTLOCK = {"default": {"KEY_PREFIX": "tests.fixtures.tenancy.no_tenant"}}
+    settings.DISTLOCK = {"default": {"KEY_PREFIX": tenancy.NO_TENANT}}
 
     call_command("purge_stale_locks")

@@ -30,6 +30,7 @@ from django_distlock.contrib.once import Once
 from django_distlock.exceptions import DOCS
 from django_distlock.handler import EXTRAS
 from django_distlock.management.commands import migrate_locked
+from tests.fixtures import tenancy
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
@@ -308,6 +309,25 @@ def test_a_server_that_is_down_is_told_once_for_all_its_aliases(
             id="distlock.E006",
         ),
     ]
+
+
+def test_a_function_for_keys_that_finds_no_tenant_is_told_and_the_next_alias_is_asked(
+    settings: Settings,
+) -> None:
+    lost = {"KEY_PREFIX": tenancy.NO_TENANT}
+    redis = {"BACKEND": REDIS, "OPTIONS": {"location": "redis://127.0.0.1:1"}}
+    settings.DISTLOCK = {"default": {**redis, **lost}, "next": redis}
+
+    first, second = check_servers(databases=["default"])
+
+    assert check_settings() == []
+    assert second.id == "distlock.E006"
+    assert first == Error(
+        "DISTLOCK['default']: KEY_PREFIX, or the KEY_FUNCTION of its cache, failed: LookupError('no tenant'). "
+        "Run this for a tenant, or let the function return a text where there is none.",
+        hint=f"Until then, its server is not checked. See {PAGE}#distlock-e011",
+        id="distlock.E011",
+    )
 
 
 class Deploy(migrate.Command):

@@ -18,7 +18,6 @@ from django_distlock.ground.holder import Holder
 from django_distlock.management.base import (
     LockCommand,
     add_options,
-    checked_backend,
     wanted_aliases,
     write_rows,
 )
@@ -94,7 +93,8 @@ def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
             raise StepFailed(step, str(error)) from error
         spent[step] = round((clock.wait_time() - began) * 1000, 2)
 
-    backend = checked_backend(alias)
+    backend = locks[alias]
+    backend.check_key()
     # The same at each check of a thread: some backends keep a row for each name.
     name = f"{PURPOSE}:{Holder.current().host}:{os.getpid()}:{threading.get_ident()}"
     with ExitStack() as stack:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, LockError, NotSupported
+from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
 from django_distlock.ground import clock
 from django_distlock.ground.naming import printable
 from django_distlock.management.base import (
     LockCommand,
     add_options,
-    checked_backend,
     duration,
     wanted_aliases,
     write_rows,
@@ -72,7 +71,7 @@ class Command(LockCommand):
         failed: dict[str, str] = {}
         for alias in aliases:
             try:
-                checked_backend(alias)
+                locks[alias].check_key()
                 wanted += [
                     (alias, held)
                     for held in holdings(alias)

@@ -36,7 +36,6 @@ from django_distlock.management.base import (
     NO_SERVER,
     LockCommand,
     apps_with_migrate,
-    checked_backend,
     command_error,
     duration,
 )
@@ -237,7 +236,7 @@ def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
         made = make_backend(BackendSettings(ALIAS, BACKEND, options=options))
         if (before := locks.replace(ALIAS, made)) is not None:
             before.close()
-    checked_backend(using)
+    locks[using].check_key()
     return partial(lock, name, using=using, timeout=0)
 
 

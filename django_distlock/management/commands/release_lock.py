@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, LockError
+from django_distlock import InvalidLockBackend, LockError, locks
 from django_distlock.ground import clock
 from django_distlock.ground.naming import printable
 from django_distlock.management.base import (
@@ -16,7 +16,6 @@ from django_distlock.management.base import (
     add_lock,
     add_question,
     check_can_ask,
-    checked_backend,
     command_error,
     is_agreed,
 )
@@ -53,7 +52,8 @@ class Command(LockCommand):
 
     def _release(self, options: dict[str, Any]) -> int:
         """Show the holdings, end them after the question, and return how many were ended."""
-        backend = checked_backend(options["using"])
+        backend = locks[options["using"]]
+        backend.check_key()
         found = holdings(options["using"], options["name"])
         shows = options["verbosity"] and not options["json"]
         if shows:

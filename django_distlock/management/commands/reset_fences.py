@@ -12,7 +12,7 @@ from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections
 from django.utils.translation import gettext as _, ngettext
 
-from django_distlock import InvalidLockBackend, LockError
+from django_distlock import InvalidLockBackend, LockError, locks
 from django_distlock.engine import fencing
 from django_distlock.exceptions import first_line
 from django_distlock.management.base import (
@@ -22,7 +22,6 @@ from django_distlock.management.base import (
     LockCommand,
     add_question,
     check_can_ask,
-    checked_backend,
     command_error,
     is_agreed,
     wanted_aliases,
@@ -92,9 +91,10 @@ def _model(label: str) -> type[FencedModel]:
 def _check_nobody_holds() -> None:
     """Raise CommandError if a lock with a fencing token is held, or a server does not answer."""
     try:
-        aliases = [
-            alias for alias in wanted_aliases(None) if checked_backend(alias).supports_fencing
-        ]
+        wanted = wanted_aliases(None)
+        for alias in wanted:
+            locks[alias].check_key()
+        aliases = [alias for alias in wanted if locks[alias].supports_fencing]
         found = [held for alias in aliases for held in holdings(alias) if held.state == "held"]
     except (InvalidLockBackend, LockError) as error:
         raise command_error(error) from error

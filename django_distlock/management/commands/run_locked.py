@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, LockError, LockNotHeld, lock
+from django_distlock import InvalidLockBackend, LockError, LockNotHeld, lock, locks
 from django_distlock.engine.waiting import Wait
 from django_distlock.leading import LONGEST_PAUSE
 from django_distlock.management import supervisor
@@ -30,7 +30,6 @@ from django_distlock.management.base import (
     WRONG_ARGUMENTS,
     LockCommand,
     add_lock,
-    checked_backend,
     command_error,
     duration,
     patience,
@@ -143,7 +142,7 @@ class Command(LockCommand):
         terms |= {"timeout": options["timeout"], "purpose": f"run_locked {Path(command[0]).name}"}
         code: int | None = None
         try:
-            checked_backend(options["using"])
+            locks[options["using"]].check_key()
             with lock(options["name"], **terms) as lease:
                 code = run(command, lease, grace, longest, ended_by)
         except (InvalidLockBackend, LockError, ValueError) as error:
