@@ -168,7 +168,8 @@ class Listing:
         self._began = self._ended = clock.lease_time()
         try:
             # Here: the thread does not know the tenant of the caller.
-            self._backend = locks[alias].seen_from_here()
+            backend = locks[alias]
+            self._backend = backend.seen_from_here() if backend.supports_listing else backend
         except Exception as error:  # noqa: BLE001 - as in _read()
             self.error = error
             self.is_read.set()
@@ -261,6 +262,7 @@ def look_up_names(
     problems: dict[str, str] = {}
     for alias in aliases:
         try:
+            locks[alias].check_key()
             keys[alias] = [locks[alias].key_of(name) for name in wanted]
         except Exception as error:  # noqa: BLE001 - of wrong settings, or of a function for the prefix
             problems[alias] = _problem(alias, error)

@@ -291,6 +291,7 @@ class BaseLockBackend(ABC):
 
     def seen_from_here(self) -> Self:
         """Return this backend with the keys of the caller, for another thread that lists its locks."""
+        self.check_key()
         seen, label = copy(self), self.label()
         seen.key_prefix = self.prefix()
         seen.label = lambda: label  # type: ignore[method-assign]  # of this copy alone

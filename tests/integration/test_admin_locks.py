@@ -191,17 +191,19 @@ def test_an_alias_that_fails_is_a_line_and_the_others_are_shown(
         "default": {},
         "down": DOWN,
         "mistaken": {**MEMORY, "OPTIONS": {"colour": "blue"}},
-        "dummy": DUMMY,
+        "dummy": {**DUMMY, "KEY_PREFIX": tenancy.NO_TENANT},
+        "no tenant": {**MEMORY, "KEY_PREFIX": tenancy.NO_TENANT},
     }
     put("default", f"{name}:row", LockState.HELD)
 
     page = viewer.get(LIST, {"q": name})
 
     problems = page.context["problems"]
-    assert list(problems) == ["down", "mistaken", "dummy"]
+    assert list(problems) == ["down", "mistaken", "dummy", "no tenant"]
     assert "cannot be reached" in problems["down"]
     assert "colour" in problems["mistaken"]
     assert "does not support listing" in problems["dummy"]
+    assert problems["no tenant"].startswith("KEY_PREFIX, or the KEY_FUNCTION of its cache, failed")
     assert all(f"<strong>{alias}</strong>" in page.text for alias in problems)
     assert [row.held.name for row in page.context["page"]] == [f"{name}:row"]
 

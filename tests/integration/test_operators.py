@@ -372,6 +372,13 @@ def test_a_function_that_finds_no_tenant_is_no_traceback(
     assert "failed: LookupError('no tenant'). Run this for a tenant, or let" in said
 
 
+def test_aliases_that_need_no_key_are_left_out_where_there_is_no_tenant(settings: Any) -> None:
+    settings.DISTLOCK = {"default": MEMORY, "dummy": {**DUMMY, "KEY_PREFIX": tenancy.NO_TENANT}}
+
+    call_command("list_locks")
+    call_command("reset_fences", "testproject.Account", "--yes")
+
+
 def test_rows_are_purged_where_there_is_no_tenant(settings: Any) -> None:
     settings.DISTLOCK = {"default": {"KEY_PREFIX": tenancy.NO_TENANT}}
 

@@ -71,7 +71,8 @@ class Command(LockCommand):
         failed: dict[str, str] = {}
         for alias in aliases:
             try:
-                locks[alias].check_key()
+                if (backend := locks[alias]).supports_listing:
+                    backend.check_key()
                 wanted += [
                     (alias, held)
                     for held in holdings(alias)

@@ -91,10 +91,9 @@ def _model(label: str) -> type[FencedModel]:
 def _check_nobody_holds() -> None:
     """Raise CommandError if a lock with a fencing token is held, or a server does not answer."""
     try:
-        wanted = wanted_aliases(None)
-        for alias in wanted:
+        aliases = [alias for alias in wanted_aliases(None) if locks[alias].supports_fencing]
+        for alias in aliases:
             locks[alias].check_key()
-        aliases = [alias for alias in wanted if locks[alias].supports_fencing]
         found = [held for alias in aliases for held in holdings(alias) if held.state == "held"]
     except (InvalidLockBackend, LockError) as error:
         raise command_error(error) from error
