@@ -22,7 +22,7 @@ from django.core.management.commands import check, migrate
 from django.db import connections
 from pytest_django.fixtures import Settings
 
-from django_distlock import InvalidLockBackend, distributed_lock, lock, locks
+from django_distlock import InvalidLockBackend, distributed_lock, lock, locks, preload
 from django_distlock.checks import check_servers, check_settings
 from django_distlock.contrib.idempotency import idempotent
 from django_distlock.contrib.migrate.apps import check_migrate
@@ -328,6 +328,25 @@ def test_a_function_for_keys_that_finds_no_tenant_is_told_and_the_next_alias_is_
         hint=f"Until then, its server is not checked. See {PAGE}#distlock-e011",
         id="distlock.E011",
     )
+
+
+def test_a_key_function_that_finds_no_tenant_is_no_wrong_setting(settings: Settings) -> None:
+    settings.CACHES = {
+        "default": {"BACKEND": f"{DJANGO_CACHES}.locmem.LocMemCache"},
+        "redis": {
+            "BACKEND": f"{DJANGO_CACHES}.redis.RedisCache",
+            "LOCATION": "redis://127.0.0.1:1",
+            "KEY_FUNCTION": tenancy.NO_TENANT,
+        },
+    }
+    servers = ["redis", "redis://127.0.0.1:2", "redis://127.0.0.1:3"]
+    settings.DISTLOCK = {
+        "default": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis"}},
+        "redlock": {"BACKEND": REDLOCK, "OPTIONS": {"servers": servers}},
+    }
+
+    preload()
+    assert check_settings() == []
 
 
 class Deploy(migrate.Command):

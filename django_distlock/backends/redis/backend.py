@@ -45,7 +45,16 @@ from .sources import (
     source_of_cache,
     source_of_url,
 )
-from .verbs import BATCH, PROBE, WITHOUT_SCRIPTS, RedisVerbs, key_space, keys_of, label_of
+from .verbs import (
+    BATCH,
+    PROBE,
+    WITHOUT_SCRIPTS,
+    RedisVerbs,
+    check_key_functions,
+    key_space,
+    keys_of,
+    label_of,
+)
 
 Act = Callable[[], Any]
 #: What a server says of itself (INFO), or the error by which it refuses to.
@@ -240,7 +249,7 @@ class CacheRedisBackend(RedisBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self._cache = own_instance(self.options.cache)
-        self.label()  # ValueError
+        check_key_functions(self._cache.make_key)
 
     def make_source(self) -> Source:
         return source_of_cache(

@@ -83,6 +83,15 @@ def label_of(made: object) -> str:
     return "" if template == _PLAIN else key_label(template)
 
 
+def check_key_functions(*make_keys: MakeKey) -> None:
+    """ValueError if one of them hides the key of a lock; what fails now, as outside of a tenant, is asked again at each use."""
+    made = list[object]()
+    with suppress(Exception):
+        made.extend(make_key(PROBE) for make_key in make_keys)
+    for each in made:
+        label_of(each)
+
+
 def joint_label(labels: Sequence[str]) -> str:
     """Return the label for servers with these *labels*: one of them if they are equal."""
     return labels[0] if len({*labels}) == 1 else " ".join(label or _PLAIN for label in labels)

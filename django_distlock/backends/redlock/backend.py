@@ -17,7 +17,13 @@ from django_distlock.backends.cache_alias import own_instance
 from django_distlock.backends.redis.backend import Facts, ask_facts, check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.backends.redis.sources import Source, source_of_cache, source_of_url
-from django_distlock.backends.redis.verbs import PROBE, MakeKey, joint_label, label_of
+from django_distlock.backends.redis.verbs import (
+    PROBE,
+    MakeKey,
+    check_key_functions,
+    joint_label,
+    label_of,
+)
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run
@@ -67,7 +73,7 @@ class RedlockBackend(StepsBackend):
             str if "://" in server else own_instance(server).make_key
             for server in self.options.servers
         ]
-        self.label()  # ValueError
+        check_key_functions(*self._make_keys)
         self.location = ("redlock", *(each.identity for each in self.sources))
         #: Seconds for which a server that restarted grants nothing.
         self._least_uptime = (
