@@ -135,6 +135,9 @@ class FenceField(models.BigIntegerField):  # type: ignore[type-arg]  # generic i
         if fields := getattr(query, "update_fields", ()):
             # bulk_create() may update rows that are there: their fences stay.
             query.update_fields = [field for field in fields if field is not self]
+            if not query.update_fields:
+                msg = f"bulk_create() would only update {self.name!r}, which keeps its value: use ignore_conflicts=True."
+                raise ValueError(msg)
         if not isinstance(query, UpdateQuery) or isinstance(value, Lowered):
             return "%s"
         highest = "MAX" if connection.vendor == "sqlite" else "GREATEST"

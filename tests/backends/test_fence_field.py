@@ -96,6 +96,22 @@ def test_a_write_beside_the_holder_lets_no_earlier_holder_in(
     second.release()
 
 
+def test_an_upsert_of_nothing_but_the_fence_says_what_to_write(
+    database: str, account: Account
+) -> None:
+    unique = ["pk"] if connections[database].vendor != "mysql" else None
+    rows, before = Account.objects.using(database), account.fence
+
+    with pytest.raises(ValueError, match=r"update 'fence', which keeps .*: use ignore_conflicts"):
+        rows.bulk_create(
+            [account], update_conflicts=True, update_fields=["fence"], unique_fields=unique
+        )
+
+    rows.bulk_create([account], ignore_conflicts=True)
+    account.refresh_from_db()
+    assert account.fence == before
+
+
 def test_a_fence_can_be_raised_by_an_update_of_ones_own(
     database: str, name: str, account: Account
 ) -> None:
