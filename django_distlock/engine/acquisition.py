@@ -408,7 +408,7 @@ class Attempt:
         queue, line = self.backend.queue, self._line
         holder = queue.held_by(line)
         if holder is not None and holder.held:
-            self.busy = Busy(holder.request.holder, holder.time_left)
+            self.busy = Busy(holder.request.holder, holder.remaining)
             self._refuse()
         self.busy = Busy()  # others of this process are before us
         answer, busy = queue.answer(line, YOUNG), None

@@ -182,16 +182,16 @@ class Holding:
             raise self._not_held()
 
     @property
-    def is_endangered(self) -> bool:
+    def in_jeopardy(self) -> bool:
         """Whether a renewal is late or has failed, while the deadline has not passed yet."""
         renewal = self.renewal()  # a shorter one, or none, towards the end of its max_hold
         late = renewal.ttl * LATE if self.renews and renewal is not None else 0.0
-        return self.held and (self._is_in_jeopardy or self.time_left < late)
+        return self.held and (self._is_in_jeopardy or self.remaining < late)
 
     @property
-    def time_left(self) -> float:
-        """Seconds until its deadline."""
-        return max(0.0, self._deadline - clock.lease_time())
+    def remaining(self) -> float:
+        """Seconds until the deadline, by our own clock; 0 if it is not held."""
+        return max(0.0, self._deadline - clock.lease_time()) if self.held else 0.0
 
     @property
     def is_kept(self) -> bool:

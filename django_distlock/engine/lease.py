@@ -43,6 +43,7 @@ class Lease(Holding):
     name, using = Holding.name, Holding.using
     reason, deadline = Holding.reason, Holding.deadline
     held, check, checked_token = Holding.held, Holding.check, Holding.checked_token
+    in_jeopardy, remaining = Holding.in_jeopardy, Holding.remaining
 
     # What it is.
 
@@ -75,16 +76,6 @@ class Lease(Holding):
     def lost(self) -> bool:
         """Whether it was lost. This compares the deadline with our clock, and sends no request."""
         return self.look() is State.LOST
-
-    @property
-    def in_jeopardy(self) -> bool:
-        """Whether a renewal is late or has failed, while the deadline has not passed yet."""
-        return self.is_endangered
-
-    @property
-    def remaining(self) -> float:
-        """Seconds until the deadline, by our own clock; 0 if it is not held."""
-        return self.time_left if self.held else 0.0
 
     def on_lost(self, callback: Callable[[str], object]) -> None:
         """Call *callback* with the reason, once, when the lease is lost; at once if it is already.

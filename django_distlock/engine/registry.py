@@ -214,7 +214,7 @@ class Registry:
         for lease in leases:
             # A lease in jeopardy is tried again soon: nine times in a ttl.
             ttl = lease.request.ttl
-            lease.due = now + ttl / 9 if lease.is_endangered else max(now, start + ttl / 3)
+            lease.due = now + ttl / 9 if lease.in_jeopardy else max(now, start + ttl / 3)
         with self._mutex:
             self._in_flight.difference_update(leases)
         self._alarm.at(self._next_due())

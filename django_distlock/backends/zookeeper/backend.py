@@ -246,4 +246,4 @@ def _again(steps: Callable[[], Steps[_T]], ends: float) -> Steps[_T]:
 
 def _renewal(lease: Holding) -> Request | None:
     """Return the request that confirms *lease*; it does not prolong a lease that is not renewed."""
-    return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.time_left)
+    return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)
