@@ -197,14 +197,8 @@ class Registry:
         if not lease.backend.supports_extend:
             return  # the server was only asked whether it is still held
         if (late := start - lease.due) > lease.request.ttl / 4:
-            text = clock.in_words(late)
-            warn(
-                "Lock %s was renewed %s late: is this process busy?",
-                lease.name,
-                text,
-                of=lease,
-                late=late,
-            )
+            text = "Lock %s was renewed %s late: is this process busy?"
+            warn(text, lease.name, clock.in_words(late), of=lease, late=late)
         lease.confirm(start, ttl)
         lease.announce(lock_extended, lease=lease)
 
@@ -222,8 +216,7 @@ class Registry:
     def _next_due(self) -> float:
         now, leases = clock.lease_time(), self._held()
         with self._mutex:
-            waiting = [each for each in leases if each.renews and each not in self._in_flight]
-        dues = [lease.due for lease in waiting]
+            dues = [each.due for each in leases if each.renews and each not in self._in_flight]
         ends = [lease.deadline for lease in leases]
         return max(now, min([now + SWEEP, *dues, *ends]))
 
