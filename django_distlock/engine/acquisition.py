@@ -395,9 +395,8 @@ class Attempt:
         if not is_in_line or not self.backend.queue.was_passed_over(self._line, self.bell):
             return False
         if self._waiting.position_is_grant and self.on_server is not OnServer.NOTHING:
-            self.backend.dequeue_later(
-                self.request
-            )  # who passed it over may have come before its position
+            # The caller that passed it over may have come before its position.
+            self.backend.dequeue_later(self.request)
         self.backend.forget_bell(self.request)
         self.lease.change_owner()  # the old one may yet be given up, in the background
         self.on_server = OnServer.NOTHING
@@ -630,23 +629,19 @@ class Attempt:
 
     def _begin_to_wait(self) -> None:
         """Be known to wait; LockDeadlock if it would be for ourselves."""
-        if self._waiter is None and not self._has_waited:
-            self._has_waited = True
-            self._refuse_to_wait_for_oneself()
+        if self._has_waited:
+            return
+        self._has_waited = True
+        self._refuse_to_wait_for_oneself()
+        lease, is_reader = self.lease, self.request.shared
         # With a limit, there may always be another holder, who goes on.
-        may_be_deadlock = self._waiter is None and self._limit is None
-        if may_be_deadlock and (caller := self.lease.caller) is not None:
-            self._waiter = Waiter(
-                self.lease.name,
-                _lock_of(self.lease),
-                caller,
-                self.request.shared,
-                self.wait,
-                self._came,
-            )
-            if self._waiting.writers_first:
-                # Before begin(), which looks for cycles. All readers in a line that it began are behind it.
-                self._waiter.stand_before_readers(0 if self._was_first else None)
+        if self._limit is None and (caller := lease.caller) is not None:
+            since = None
+            if self._waiting.writers_first and not is_reader:
+                # All readers in a line that it began are behind it.
+                since = 0 if self._was_first else wait_graph.arrive()
+            lock, came = _lock_of(lease), self._came
+            self._waiter = Waiter(lease.name, lock, caller, is_reader, self.wait, came, since)
             wait_graph.begin(self._waiter)
 
     def _wait_no_more(self) -> None:

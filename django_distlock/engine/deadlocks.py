@@ -46,15 +46,10 @@ class Waiter:
     shared: bool
     wait: Wait
     came: int = 0
-    #: The connection of the caller's transaction in which the lock is to be held; None: as a lease.
-    transaction: object | None = None
     #: The number from arrive() of a writer: readers with later numbers are served after it.
     ahead_since: int | None = None
-
-    def stand_before_readers(self, since: int | None = None) -> None:
-        """Note for a writer that readers that came after *since*, by default from now on, are served after it."""
-        if not self.shared and self.ahead_since is None:
-            self.ahead_since = wait_graph.arrive() if since is None else since
+    #: The connection of the caller's transaction in which the lock is to be held; None: as a lease.
+    transaction: object | None = None
 
 
 class WaitGraph:
