@@ -74,18 +74,16 @@ def acquire(lease: Holding, timeout: float | None) -> None:
     If the lease has a *stop*, there is no timeout: the wait ends within a second after that is set.
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
-    backend, came = lease.backend, clock.wait_time()
+    backend, came, start = lease.backend, clock.wait_time(), clock.lease_time()
     if timeout == -1:
         timeout = backend.timeout
     left = timeout if lease.stop is None else LOOK
     attempt: Attempt | None = None
     answer: Answer | None = None
-    start = 0.0
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
             queued = left != 0 and _queues_by_trying(lease)
-            start = clock.lease_time()
             try:
                 answer = backend.try_acquire(lease.request, queued=queued, left=left)
             except LockBackendError as error:
@@ -120,18 +118,16 @@ def check_asyncio(alias: str) -> None:
 
 
 async def aacquire(lease: Holding, timeout: float | None) -> None:
-    backend, came = lease.backend, clock.wait_time()
+    backend, came, start = lease.backend, clock.wait_time(), clock.lease_time()
     check_asyncio(backend.alias)
     if timeout == -1:
         timeout = backend.timeout
     attempt: Attempt | None = None
     answer: Answer | None = None
-    start = 0.0
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
             queued = timeout != 0 and _queues_by_trying(lease)
-            start = clock.lease_time()
             try:
                 answer = await backend.atry_acquire(lease.request, queued=queued, left=timeout)
             except LockBackendError as error:
