@@ -44,7 +44,7 @@ _P = ParamSpec("_P")
 class Policy(Protocol):
     """The type of *on_busy*: skip(), respond(), retry(), or a function of yours.
 
-    It is called with LockNotAcquired and the arguments of the call; its result becomes the result of the call.
+    A policy is called with LockNotAcquired and the arguments of the call; its result becomes the result of the call.
     """
 
     def __call__(self, busy: LockNotAcquired, /, *args: Any, **kwargs: Any) -> Any:
@@ -52,14 +52,14 @@ class Policy(Protocol):
 
 
 class Decorator(Protocol):
-    """Returns a function with the same signature."""
+    """A decorator that returns a function with the same signature."""
 
     def __call__(self, function: _F, /) -> _F:
         """Return *function* with a lock around each call."""
 
 
 class SkippingDecorator(Protocol[_V_co]):
-    """Returns a function that may return the value of skip() too; a generator then only ends."""
+    """A decorator whose function may also return the value of skip(); a busy generator yields nothing."""
 
     @overload
     def __call__(self, function: staticmethod[_P, _T], /) -> staticmethod[_P, _T | _V_co]: ...  # type: ignore[overload-overlap]  # it is a callable, too
@@ -83,7 +83,7 @@ def decorated(
     terms: Terms,
     on_busy: Policy | None,
 ) -> _F:
-    """Return *function* with a lock around each call; without *name*, the lock is named like the function."""
+    """Return *function* with a lock around each call; without *name*, the lock has the name of the function."""
     if isinstance(function, (staticmethod, classmethod)):
         inside = decorated(function.__func__, name, terms, on_busy)
         return type(function)(inside)
@@ -188,7 +188,7 @@ class _Locked:
         return terms.lock(name)
 
     def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what *on_busy* returns, or raise *busy*."""
+        """Return the result of *on_busy*; without a policy, raise *busy*."""
         task = getattr(sys.modules.get("celery"), "current_task", None)
         if task and not isinstance(busy, task.throws):
             # Celery logs errors in `throws` in one line, without a traceback.
@@ -233,7 +233,7 @@ def _async(locked: _Locked) -> Callable[..., Any]:
             if isinstance(result, StreamingHttpResponse):
                 await lock.end_cancelling()
                 stack.pop_all()
-                # It may be closed in the event loop, and release() would block that.
+                # The event loop may close the response, and release() would block the loop.
                 hold_until_closed(result, lease, lease.give_back_later)
             return result
 
@@ -280,7 +280,7 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
 
 _KINDS = (
     (inspect.isasyncgenfunction, _async_generator),
-    # dispatch() of an async view is no coroutine function.
+    # dispatch() of an async view is not a coroutine function.
     (lambda function: iscoroutinefunction(function) or is_async_view(function), _async),
     (inspect.isgeneratorfunction, _generator),
 )
@@ -305,7 +305,7 @@ _TYPES = ["text/html", "application/json", "application/problem+json"]
 
 @dataclass(frozen=True, slots=True)
 class Skip(Generic[_T]):
-    """A policy that returns its value."""
+    """The policy of skip(): it returns *value*."""
 
     value: _T
 
@@ -326,7 +326,7 @@ def respond(status: int = 409, *, template: str = "") -> Policy:
     """Answer the request with *status*, and with ``Retry-After`` if the end of the holder's lease is known.
 
     Retry-After is at most 5 seconds, as a holder that renews its lease may be done at any time. If min_hold
-    reserves the lock, it is the rest of that time.
+    reserves the lock, Retry-After is the rest of that time.
     Clients that prefer JSON get problem details (RFC 9457). Others get one sentence as plain text, or
     *template*, rendered with the LockNotAcquired as ``busy``.
     TypeError or ValueError for a *status* that is not a number from 400 to 599.
@@ -344,7 +344,7 @@ def _respond(
     response: HttpResponse
     request = find_request(args)
     if template and request is not None and not _wants_json(args):
-        # Django renders it after the view, outside the event loop if the view is async.
+        # Django renders a TemplateResponse after the view, outside the event loop if the view is async.
         response = TemplateResponse(request, template, {"busy": busy}, status=status)
     else:
         response = problem(args, status, _TITLE)
@@ -356,7 +356,7 @@ def _respond(
 def problem(
     args: tuple[Any, ...], status: int, title: object, kind: str = "about:blank"
 ) -> HttpResponse:
-    """Refuse the request in *args*: with problem details of the type *kind* if its client prefers JSON, else with the title."""
+    """Return an error response: problem details of the type *kind* if the client prefers JSON, else *title* as text."""
     if _wants_json(args):
         details = {"type": kind, "title": title, "status": status}
         return JsonResponse(details, status=status, content_type=_TYPES[2])
@@ -364,7 +364,7 @@ def problem(
 
 
 def retry_after(busy: LockNotAcquired) -> str:
-    """Return the value of Retry-After, "" if the end of the holder's lease is not known."""
+    """Return the value of Retry-After; "" if the end of the holder's lease is not known."""
     if busy.remaining is None:
         return ""
     longest = math.inf if busy.reserved_until else LONGEST_RETRY_AFTER
@@ -374,9 +374,9 @@ def retry_after(busy: LockNotAcquired) -> str:
 def retry(countdown: float | timedelta | None = None, **options: Any) -> Policy:
     """Retry the Celery task after *countdown* seconds; *options* are passed to ``Task.retry()``.
 
-    Without *countdown*, it is retried after about 1, 2, 4 ... 64 seconds, but at the latest when the
-    holder's lease ends. If nobody holds the lock, but it is reserved, it is retried when the reservation ends.
-    TypeError or ValueError for a *countdown* that is no number of seconds, 0 or more.
+    Without *countdown*, the task is retried after about 1, 2, 4 ... 64 seconds, but at the latest when the
+    holder's lease ends. If min_hold reserves the lock, the task is retried when the reservation ends.
+    TypeError or ValueError for a *countdown* that is not a number of seconds, 0 or more.
     """
     later = None if countdown is None else seconds(countdown, "countdown", zero=True)
     return functools.partial(_retry, later, options)
@@ -407,10 +407,10 @@ def _wants_json(args: tuple[Any, ...]) -> bool:
     if request is None:
         return False
     for arg in args[:2]:
-        # Django REST framework has already negotiated the type, by more than the headers.
+        # Django REST framework has already negotiated the type, also by other means than headers.
         if negotiated := getattr(arg, "accepted_media_type", None):
             return "json" in negotiated
-    # A client that accepts anything gets the type that it sends.
+    # A client that accepts any type gets the type that it sends.
     types = _TYPES[::-1] if (request.content_type or "").endswith("json") else _TYPES
     return (request.get_preferred_type(types) or "").endswith("json")
 
@@ -428,7 +428,7 @@ def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
 
 
 class _EveryAlias(set[str]):
-    """Contains every alias, so that Django begins no transaction; iterates over the aliases that were exempt before."""
+    """A set that contains every alias, so that Django begins no transaction; its items are those exempt before."""
 
     def __contains__(self, alias: object) -> bool:
         return True
@@ -444,14 +444,14 @@ class RequestTransactions:
     def inside(
         self, args: tuple[Any, ...], body: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return the view, or *body*, inside the transactions of its request; without a request, the function itself."""
+        """Return *body*, by default the view, inside the transactions of its request; unchanged without a request."""
         body = body or self._view
         for alias in self._aliases(args):
             body = transaction.atomic(using=alias)(body)
         return body
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
-        """Raise Django's error for async views with ATOMIC_REQUESTS: our marker on dispatch() keeps Django from it."""
+        """Raise Django's error for async views with ATOMIC_REQUESTS; our marker on dispatch() keeps Django from raising it."""
         if is_async_view(self._view) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
@@ -471,17 +471,17 @@ class RequestTransactions:
 
 
 def is_async_view(function: Callable[..., Any]) -> bool:
-    """Return whether method_decorator() has bound *function* to a class-based view that is async."""
+    """Return True if method_decorator() has bound *function* to an async class-based view."""
     view = getattr(getattr(function, "func", function), "__self__", None)
     return bool(getattr(view, "view_is_async", False))
 
 
 def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]) -> None:
-    """Keep the lock until a streaming response is closed, which any thread of the server may do.
+    """Keep the lock until a streaming response is closed; any thread of the server may close it.
 
-    The code that generates its content counts as holder, in whichever thread or task it runs.
+    The code that generates the content counts as the holder, in any thread or task.
     """
-    lease.caller = None  # the work goes on in any thread or task that uses lent()
+    lease.caller = None  # any thread or task continues the work in lent()
     close = response.close
     if getattr(response, "file_to_stream", None) is None:  # some servers send a file themselves
         parts = response.streaming_content
@@ -509,7 +509,7 @@ def _made_under(lease: Lease, parts: Iterator[bytes]) -> Iterator[bytes]:
 
 
 async def _amade_under(lease: Lease, parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    """Generate the content, and release the lock at its end, as an async stream may end without being closed."""
+    """Generate the content, and release the lock at its end: an async stream may end without being closed."""
     async with lease, aclosing(parts):
         while True:
             with lease.lent():

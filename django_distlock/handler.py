@@ -29,7 +29,7 @@ from .ground.caller import forks
 from .ground.naming import warn
 
 _MUTEX = type(threading.Lock())
-#: The backends of this package, with other names that are written in settings by mistake.
+#: The backends of this package, with the names that people write in settings by mistake.
 BACKENDS = {
     "database.DatabaseBackend": {"postgresql", "postgres", "mysql", "mariadb", "sqlite3", "sqlite"},
     "rowlock.RowLockBackend": {"row"},
@@ -63,15 +63,15 @@ class Declared(Protocol):
     using: str
 
     def check_against(self, backend: BaseLockBackend) -> None:
-        """Raise NotSupported if *backend* cannot do what is wanted."""
+        """Raise NotSupported if *backend* cannot keep this lock."""
 
 
-#: All that still exist, for `manage.py check`.
+#: All decorated functions and tasks that still exist, for `manage.py check`.
 declared: WeakSet[Declared] = WeakSet()
 
 
 class LockHandler:
-    """The backends by alias: ``locks["default"]``. Each is made at its first use."""
+    """The backends by alias: ``locks["default"]``. Each backend is made at its first use."""
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
@@ -81,7 +81,7 @@ class LockHandler:
         self._test: object = None
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
-        """Return the backend of *alias*; InvalidLockBackend if the settings have none, or are wrong."""
+        """Return the backend of *alias*; InvalidLockBackend if its settings are missing or wrong."""
         forks.notice()
         if "django.test.utils" in sys.modules:
             self._notice_test()
@@ -93,7 +93,7 @@ class LockHandler:
         return iter(self._read())
 
     def close(self) -> None:
-        """Close all connections and end all threads; they are opened again when they are needed."""
+        """Close all connections and end all threads; the next use opens and starts them again."""
         for backend in list(self.made.values()):
             backend.close()
 
@@ -113,7 +113,7 @@ class LockHandler:
             backend.close()
 
     def end_process(self) -> None:
-        """Release all locks, also requested ones, and end the sessions; takes at most EXIT_BUDGET seconds."""
+        """Release all locks, also those just being acquired, and end the sessions, within EXIT_BUDGET seconds."""
         ends = clock.wait_time() + EXIT_BUDGET
         registry.end(EXIT_BUDGET)
         background.drain(ends - clock.wait_time())
@@ -130,7 +130,7 @@ class LockHandler:
             backend.abandon_after_fork()
 
     def _notice_test(self) -> None:
-        """At the first use in each test: drop the locks of the test before, and make the backends for tests."""
+        """At the first lock of each test, drop the locks of the last test and make the backends for tests."""
         test = _running_test() if conf.tests_run() else None
         with self._mutex:
             before, self._test = self._test, test
@@ -196,7 +196,7 @@ def _missing_driver(error: BaseException | None) -> str:
 
 
 def _meant(path: str) -> str:
-    """Return a hint with the dotted path probably meant by *path*, a short name or a path in Django or here."""
+    """Return a hint with the dotted path of the backend that *path* probably means; "" if there is none."""
     if "." in path and not path.startswith("django"):
         return ""
     words = set(path.lower().split(".")[-2:])
@@ -210,7 +210,7 @@ locks = LockHandler()
 
 
 def preload() -> None:
-    """Load the modules of all aliases, also their drivers, so that no request has to; connects to nothing.
+    """Import the backends and drivers of all aliases now instead of in the first request; open no connection.
 
     Call it where a server process begins, such as in wsgi.py or asgi.py; InvalidLockBackend for wrong settings.
     """
@@ -227,7 +227,7 @@ def _running_test() -> object:
 
 @functools.cache
 def _watch_tests() -> list[object]:
-    """Return a list of one item: the running TestCase; "first" in the test that calls this, and between two."""
+    """Return a list whose one item is the running TestCase; "first" in the test of the first call, and between tests."""
     running: list[object] = ["first"]
     case = sys.modules["unittest"].TestCase
     run = case.run
@@ -247,7 +247,7 @@ def _watch_tests() -> list[object]:
 def _watch_exit_of_child() -> None:
     """Call end_process() at the exit of a process that does not run atexit.
 
-    That is a forked child of multiprocessing, and a prefork child of Celery, which skips multiprocessing's hooks too.
+    Such are a forked child of multiprocessing, and a prefork child of Celery, which skips multiprocessing's hooks too.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:

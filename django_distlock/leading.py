@@ -44,13 +44,13 @@ def lead(
     stop: threading.Event | None = None,
     **terms: Unpack[LockTerms],
 ) -> _T | None:
-    """Wait for the lock *name*, call *work* with its lease, and return what that returns.
+    """Wait for the lock *name*, call *work* with its lease, and return the result of *work*.
 
-    If the lease was lost meanwhile, wait for the lock and call *work* again: it must look at ``lease.lost``, or
-    call ``lease.check()``. Its exceptions are raised, except the LockLost of this lease, alone or in an exception
-    group. While the server fails, ask again after pauses, of at most 10 seconds.
+    If the lease was lost meanwhile, wait for the lock and call *work* again: *work* must look at ``lease.lost``, or
+    call ``lease.check()``. Exceptions of *work* are raised, except the LockLost of this lease, alone or in an
+    exception group. While the server fails, ask again after pauses of at most 10 seconds.
 
-    *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
+    If *stop* is set, the wait ends within a second and None is returned. *terms* are those of lock(), without *timeout*.
     """
     if iscoroutinefunction(work):
         raise TypeError("lead() calls a function; write await alead(...) for a coroutine function.")
@@ -65,7 +65,7 @@ def lead(
             with candidate as lease:
                 pauses = Wait(None)
                 results.append(work(lease))
-                if lease.lost:  # told before the release, whose server may be down
+                if lease.lost:  # raise LockLost before the release, whose server may be down
                     lease.check()
         except (LockNotAcquired, LockNotHeld, LockBackendError, BaseExceptionGroup) as error:
             if not _is_kept(results, error, lease):
@@ -78,7 +78,7 @@ def lead(
 async def alead(
     name: str, work: Callable[[Lease], Awaitable[_T]], **terms: Unpack[LockTerms]
 ) -> _T:
-    """Do what lead() does, and cancel *work* when its lease is lost. To stop, cancel the task that awaits this."""
+    """Do what lead() does, and cancel *work* when its lease is lost. To stop it, cancel the task that awaits it."""
     if not iscoroutinefunction(work):
         raise TypeError("alead() awaits a coroutine function; write lead(...) for a function.")
     if "timeout" in terms:
@@ -109,11 +109,11 @@ def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bo
 
 
 def _pause_after(error: BaseException, lease: Lease | None, pauses: Wait) -> float:
-    """Return the seconds to wait after *error*; raise it if it came from the work and is not the loss of *lease*."""
+    """Return the seconds to wait after *error*; raise *error* if the work raised it, unless it is the loss of *lease*."""
     if lease is not None:
         is_loss = isinstance(error, LockNotHeld) and lease.lost
         if not is_loss and not is_loss_in_group(error, lease):
             raise error
-    # A lock that is busy for everybody, as in tests, is refused at once.
+    # In tests with a lock that is busy for everybody, LockNotAcquired comes at once.
     is_refused = isinstance(error, (LockNotAcquired, LockBackendError))
     return pauses.next_pause(longest=LONGEST_PAUSE) if is_refused else 0.0

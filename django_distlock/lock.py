@@ -1,4 +1,4 @@
-"""lock(), try_lock(), distributed_lock() and Lock: what stands after ``with`` and ``async with``, or decorates."""
+"""lock(), try_lock(), distributed_lock() and Lock: for ``with``, ``async with`` and as decorators."""
 
 from __future__ import annotations
 
@@ -93,20 +93,20 @@ class LockTerms(TypedDict, total=False):
     using: the alias in DISTLOCK.
     timeout: how long to wait; 0 tries once, None waits for ever. Default: TIMEOUT of the alias.
     ttl: how long the lease lives on the server unless extended. Default: TTL of the alias.
-    limit: how many may hold it at once, from 1 to 1,000: each has a numbered place. None: one, without a number.
-        With a limit, it is another lock than the one of the same name without.
-        For distributed_lock() it may be a function, which is called with the arguments of the call.
-    shared: hold it together with other readers; writers are excluded.
+    limit: how many may hold the lock at once, from 1 to 1,000: each has a numbered place. None: one, without a number.
+        A lock with a limit and one of the same name without a limit do not exclude each other.
+        For distributed_lock(), *limit* may be a function, which is called with the arguments of the call.
+    shared: hold the lock together with other readers; writers are excluded.
     reentrant: let the same thread or task enter again; True unless said otherwise.
     renew: extend the lease in the background at a third of its ttl; True unless said otherwise.
     max_hold: end renewal so that the lease lives no longer than this.
-    min_hold: refuse the name to others for so long after it was acquired, even if it is released.
+    min_hold: refuse the lock to others for so long after it was acquired, even if it is released earlier.
     free_on_error: do not apply min_hold if the block or function raised, or the view answered 400 or more.
-    release: "auto": at the exit, or after the end of the transaction that it was acquired in, if that
-        is still open; "on_commit": after the end of all transactions that are open at the exit; "at_exit".
+    release: "auto": at the end of the block, or of the transaction that the lock was acquired in, if that
+        is still open; "on_commit": after the end of all transactions open at the end of the block; "at_exit".
     cancel_when_lost: cancel the body of ``async with``, or the coroutine function, when the lease is lost:
         LockLost comes out. The rules are those of ``asyncio.timeout()``.
-    purpose: what it is held for, shown to people.
+    purpose: why the lock is held, shown to people.
     """
 
     using: str
@@ -149,7 +149,7 @@ class Terms:
 
     @classmethod
     def of(cls, wishes: LockTerms, call: str = "lock()") -> Terms:
-        """Return *wishes*, checked; TypeError or ValueError says which is wrong in *call*."""
+        """Return *wishes*, checked; TypeError or ValueError names the wrong argument of *call*."""
         if not wishes:
             return _NO_WISHES
         known: dict[str, Any] = {**wishes}
@@ -172,7 +172,7 @@ class Terms:
         return terms
 
     def check_against(self, backend: BaseLockBackend) -> None:
-        """Raise NotSupported if *backend* cannot do what is wanted here."""
+        """Raise NotSupported if *backend* cannot keep a lock on these terms."""
         if self.shared and not backend.supports_shared:
             raise NotSupported(backend.alias, "shared locks", backend.instead)
         if self.min_hold and not backend.supports_min_hold:
@@ -186,7 +186,7 @@ class Terms:
 
 
 class _OfAlias(str):
-    """The default that help() shows for an argument which the alias decides."""
+    """The default that help() shows for an argument with a default in the alias."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -200,7 +200,7 @@ _WORDS = LockTerms.__optional_keys__
 def lists_terms(function: _F) -> _F:
     """Show the arguments of LockTerms, with their defaults, in help(), instead of **terms."""
     signature = inspect.signature(function)
-    # *extra is there for an error that says what to write instead.
+    # *extra only serves an error that says what to write instead.
     kept = [p for p in signature.parameters.values() if p.name not in {"extra", "terms"}]
     words = [
         inspect.Parameter(
@@ -232,9 +232,9 @@ _CHECKS: dict[str, Callable[[object, str], object]] = {
 def unknown_word(
     call: str, word: str, known: Collection[str], of_lock: Collection[str] = ()
 ) -> TypeError:
-    """Return the error for *word*, which *call* does not have, with what to write instead.
+    """Return the error for *word*, an unknown argument of *call*; it says what to write instead.
 
-    *known* are the words that it has, *of_lock* those that only lock() has.
+    *known* are the arguments of *call*, *of_lock* those that only lock() has.
     """
     near = get_close_matches(word, {*known, *of_lock}, 1)
     advice = f"use {near[0]}" if near else f"it takes {', '.join(sorted(known))}"
@@ -245,7 +245,7 @@ def unknown_word(
 
 
 def _too_many(name: object, extra: tuple[object, ...]) -> TypeError:
-    """Return the error for positional arguments behind the *name* of a lock, with what to write instead."""
+    """Return the error for positional arguments after the *name* of a lock; it says what to write instead."""
     if isinstance(extra[0], str):
         return TypeError(
             f"A lock has one name; for several, write lock_all({name!r}, {extra[0]!r})."
@@ -253,19 +253,19 @@ def _too_many(name: object, extra: tuple[object, ...]) -> TypeError:
     return TypeError(f"A lock has one name; write {extra[0]!r} as timeout=... or ttl=...")
 
 
-#: Modules whose frames stand between a ``with`` and its lock.
+#: Modules whose frames come between a ``with`` and its lock.
 _OF_WITH = {__name__, "contextlib", f"{__package__}.lock_set", f"{__package__}.objects"}
 
 
 def nothing_to_cancel(what: str) -> ValueError:
-    """Return the error for *what*, which is no block of a task that cancel_when_lost could cancel."""
+    """Return the error for cancel_when_lost with *what*, where no body of a task could be cancelled."""
     return ValueError(
         f'cancel_when_lost=True is for "async with" and coroutine functions, not for {what}.'
     )
 
 
 class EnteredWith(NamedTuple):
-    """A ``with`` that has been entered. *frame* tells in which frame it stands."""
+    """A ``with`` that has been entered. *frame* identifies its stack frame."""
 
     lease: Lease
     frame: object
@@ -277,24 +277,24 @@ def _frame_of_with() -> object:
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing else tells one block from another
     while frame and frame.f_globals.get("__name__") in _OF_WITH:
         frame = frame.f_back
-    # The code, too: if one function enters and another one leaves, the id may be that of a frame which has ended.
+    # The code, too: if one function enters and another one leaves, the id may belong to a frame that has ended.
     return frame and (id(frame), frame.f_code)
 
 
 class Lock:
     """A recipe for taking one lock: it opens no connection until it is used.
 
-    One object may serve many threads and tasks; each acquisition makes a Lease of its own. It keeps
-    to the protocol of ``threading.RLock``: ``acquire()``, ``release()``, ``locked()``, ``with``.
-    Methods that begin with an *a* more, such as ``alocked()``, are awaited and do the same.
+    One object may serve many threads and tasks; each acquisition makes a Lease of its own. A Lock has
+    the methods of ``threading.RLock``: ``acquire()``, ``release()``, ``locked()``, ``with``.
+    The methods with an *a* in front, such as ``alocked()``, do the same for asyncio.
     """
 
     @lists_terms
     def __init__(self, name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> None:
         """*terms* are those of LockTerms."""
-        # Lists change by single steps, which no thread or exception can divide. To be searched, they are
-        # copied in one step too: other threads change them meanwhile.
-        # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
+        # append(), remove() and copying are single steps: no thread or exception comes in between. Other threads
+        # change the lists, so a search goes through a copy. _acquired has weak references: a lease that its caller
+        # drops ends. _blocks keeps the leases of open ``with`` blocks alive.
         self._acquired: list[ref[Lease]] = []
         self._blocks: list[EnteredWith] = []
         if extra:
@@ -326,7 +326,7 @@ class Lock:
     def aacquire(
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
-        """Return what acquire() does, awaited. The lock belongs to the caller, even if another task awaits the result."""
+        """Do what acquire() does, for asyncio. The lock belongs to the caller, even if another task awaits the result."""
         awaited = Awaited(self.key())
         work = self._aacquire(blocking, timeout, unknown, Caller(), awaited)
         awaited.note(self.terms.using, work)
@@ -358,11 +358,11 @@ class Lock:
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
-        """Release what the caller acquired last, even if another task awaits it."""
+        """Release the lease that the caller acquired last, even if another task awaits the result."""
         return self.recall().arelease()
 
     def locked(self) -> bool:
-        """Return whether anybody holds the lock now, with a limit, whether all its places are held.
+        """Return True if somebody holds the lock now; with a limit, if all places are held.
 
         This can change at any moment.
         """
@@ -372,9 +372,9 @@ class Lock:
         return await self._alook() is not None
 
     def holder(self) -> Holder | None:
-        """Return who holds the lock now: of several, with a limit or *shared*, one of them.
+        """Return the present holder of the lock; one of them, if *limit* or *shared* allow several.
 
-        None if it is free, is only reserved by min_hold, or its server does not say who holds it.
+        None if the lock is free or only reserved by min_hold, or if its server does not name the holder.
         This can change at any moment.
         """
         found = self._look()
@@ -434,7 +434,7 @@ class Lock:
         return f"<Lock {printable(self.name)!r} using={self.terms.using!r}>"
 
     def __reduce_ex__(self, protocol: object) -> Never:
-        """Refuse copies and pickles: its leases belong to this process."""
+        """Refuse copies and pickles: the leases of a Lock belong to this process."""
         raise TypeError(
             "A Lock cannot be copied or pickled; make another one by lock(), "
             "and hand its lease to another process by detach()."
@@ -457,24 +457,25 @@ class Lock:
         return await self.atake(timeout, note, caller, key)
 
     async def end_cancelling(self) -> None:
-        """Do not cancel this task when the lease is lost, which goes on after the body: it streams a response."""
+        """Stop cancelling this task when the lease is lost: the task goes on after the body, to stream a response."""
         block = self.innermost()
         if block.cancelling is not None:
             await block.cancelling.end(block.lease, None, None, None)
 
     def leave_at_once(self, *error: Any) -> None:
-        """Leave a block that has not begun: what enter() brought is free at once in a transaction too."""
+        """Leave a block whose body has not begun: release the lease of enter() at once, also in a transaction."""
         self.__exit__(*error, at_once=True)  # type: ignore[call-arg]  # mypy drops names in special methods
 
     def keep_acquired(self, lease: Lease) -> None:
-        """Keep *lease*, which enter() brought, until release(): the end of a block does not release it."""
+        """Keep *lease*, which enter() returned, until release(): the end of a block does not release it."""
         self._remember(lease)
         self._blocks.remove(next(block for block in [*self._blocks] if block.lease is lease))
 
     def take(self, timeout: float | None, note: Note = id, *, what: str = "with") -> Lease:
-        """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
+        """Return a held lease, after a call of *note* with it; LockNotAcquired if the lock is busy for *timeout* seconds.
 
-        *what* is called, for an error. -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
+        A *timeout* of -1 is that of the alias. Errors name the call *what*. LockLost if the lease has ended since its
+        grant, LockNotHeld if it was released.
         """
         if self.terms.cancel_when_lost:
             raise nothing_to_cancel(what)
@@ -499,7 +500,7 @@ class Lock:
     async def atake(
         self, timeout: float | None, note: Note = id, caller: Caller | None = None, key: str = ""
     ) -> Lease:
-        """Do what take() does, for *caller* if there is one: the lease is that one's. *key*: that of its key()."""
+        """Do what take() does; the lease belongs to *caller*, if one is given, who got *key* from key()."""
         if self.terms.release == "on_commit":
             raise NotSupported(
                 self.terms.using,
@@ -527,7 +528,7 @@ class Lock:
         return lease
 
     def key(self) -> str:
-        """Return the key of the lock for the caller: the code of another tenant may get another one."""
+        """Return the key of the lock for the calling code: each tenant may have its own key."""
         return self._backend().key_of(self.name)
 
     def default_timeout(self) -> float | None:
@@ -588,7 +589,7 @@ class Lock:
         return lease
 
     def _reentered(self, key: str) -> Lease | None:
-        """Return the lease that this context holds already, and may enter once more."""
+        """Return the lease that this context holds already and can enter again; None if there is none."""
         lease: Lease
         for lease in held_here(self.terms.using, key):
             if not self._is_of(lease) or (not self.terms.reentrant and not lease.is_left):
@@ -605,7 +606,7 @@ class Lock:
         return None
 
     def _is_of(self, lease: Lease) -> bool:
-        """Return whether *lease*, of the same key, is of this lock: with a limit, whether it has one of its places."""
+        """Return True if *lease*, which has the same key, holds this lock: with a limit, one of its places."""
         if self.terms.limit is None or lease.place is None:
             return self.terms.limit is lease.place
         return lease.place < self.terms.limit
@@ -631,10 +632,10 @@ class Lock:
             cancelling.watch(lease)
 
     def innermost(self) -> EnteredWith:
-        """Return the block that is left now: the last one of its frame, or else of this caller, or else of all.
+        """Return the block that is being left: the last one of the frame, or else of this caller, or else of all.
 
-        A generator may be closed by another thread than its own, or after its lease was lost; its frame
-        tells its block from those of other holders.
+        The frame identifies the block of a generator, which another thread may close, perhaps after the lease
+        was lost.
         """
         blocks = [*self._blocks]
         if len(blocks) > 1:
@@ -646,15 +647,15 @@ class Lock:
         return blocks[-1]
 
     def finish_leaving(self, block: EnteredWith | None, entries: object) -> None:
-        """Leave in the background the block that an asynchronous exception kept from being left; None: it came before that was known."""
+        """Leave *block* in the background, after an asynchronous exception; None: find the block, too."""
         block = block or self.innermost()
         if block in self._blocks:
             self._blocks.remove(block)
         block.lease.finish_leaving(block.lease.entries if entries is None else entries)
 
     def __del__(self) -> None:
-        """Keep no lease of a block that an asynchronous exception ended before __exit__() could begin."""
-        # An asynchronous exception may have ended __init__() before there were any.
+        """Let go of the leases of blocks that an asynchronous exception ended before __exit__() began."""
+        # An asynchronous exception may have ended __init__() before it set _blocks.
         for block in self.__dict__.get("_blocks", ()):
             if len(block.lease.entries) == 1:
                 registry.let_go(block.lease)
@@ -664,7 +665,7 @@ class TryLock:
     """The object that try_lock() returns, for one ``with`` or ``async with``; a second one raises RuntimeError."""
 
     def __init__(self, lock: Lock) -> None:
-        # A list changes by single steps, which no other thread divides.
+        # pop() is a single step: only one thread gets the lock.
         self._unused = [lock]
         self._entered: Lock | None = None
 
@@ -706,7 +707,7 @@ class TryLock:
 def lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
     """Return the lock called *name*, or that of a saved model instance, for ``with``, ``async with`` or acquire().
 
-    See LockTerms for *terms*. TypeError or ValueError for wrong ones; nothing is opened yet.
+    See LockTerms for *terms*; wrong ones raise TypeError or ValueError. No connection is opened yet.
     """
     return Lock(name, *extra, **terms)
 
@@ -715,17 +716,17 @@ def lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
 def try_lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> TryLock:
     """Return the lock called *name* for one ``with`` or ``async with``, which gets a lease, or None if the lock is busy.
 
-    The block runs in both cases. It tries once, or waits as *timeout* says. See lock() for the rest.
+    The block runs in both cases. Without a *timeout*, the lock is tried once. See lock() for the rest.
     """
     terms.setdefault("timeout", 0)
     return TryLock(lock(name, *extra, **terms))
 
 
 def current_lease(name: str | Model | None = None) -> Lease | None:
-    """Return the lease that the running thread or task holds: the last that it acquired, or that of *name*.
+    """Return the lease that the running thread or task acquired last, or that of *name*; None if it holds none.
 
-    A decorated function gets its lease from it. None if nothing is held. LockDeadlock in a thread of
-    ``sync_to_async()`` if the event loop of the holder does not say whether the holder waits for it.
+    A decorated function gets its lease from it. LockDeadlock in a thread of ``sync_to_async()`` if the
+    holder's event loop does not say whether the holder waits for this thread.
     """
     lease: Lease
     wanted = None if name is None else checked_name(name)
@@ -736,7 +737,7 @@ def current_lease(name: str | Model | None = None) -> Lease | None:
 
 
 def _is_called(lease: Lease, name: str) -> bool:
-    """Return whether *lease* is of what the caller, perhaps of another tenant than its holder, calls *name*."""
+    """Return True if *lease* holds the lock that *name* means for the caller, whose tenant may be another."""
     return lease.name == name and lease.request.lock_key == lease.backend.key_of(name)
 
 
@@ -784,17 +785,17 @@ def distributed_lock(
     """Run the decorated function only while it holds a lock.
 
     *name* may have fields for arguments of the call: ``"fee:{account_id}"``, ``"{account.pk}"``.
-    It may also be a lambda, which is called with the arguments: ``lambda account: f"fee:{account.pk}"``;
+    *name* may also be a lambda, which is called with the arguments: ``lambda account: f"fee:{account.pk}"``;
     or any other function, as ``name=...``.
-    Without *name*, the lock has the module and the qualified name of the function.
+    Without *name*, the lock is named by the module and the qualified name of the function.
     If the lock is busy, *on_busy* is called with LockNotAcquired and the arguments of the call,
     and its result is returned (see skip(), respond() and retry()); without *on_busy*, LockNotAcquired is raised.
     See LockTerms for *terms*.
 
-    Works on functions, coroutine functions, views and generators. Generators and streaming
+    The decorator works on functions, coroutine functions, views and generators. Generators and streaming
     responses hold the lock until they are exhausted or closed; the code that makes the parts of such a
-    response can acquire the lock again, and ``current_lease()`` gives it the lease. Under ATOMIC_REQUESTS, a view's
-    transaction begins inside the lock and is committed before the release.
+    response can acquire the lock again, and gets the lease from ``current_lease()``. Under ATOMIC_REQUESTS,
+    a view's transaction begins inside the lock and is committed before the release.
     """
     if extra:
         raise _too_many(function, extra)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .engine.lease import Lease
 
-#: A lock, its block that is left, and the entries of its lease before.
+#: A lock, the block of it that is being left, and the entries of its lease before.
 _Left = tuple[Lock, EnteredWith, object]
 
 
@@ -31,7 +31,7 @@ class LockSet:
     """Several locks, acquired in the order of their names and aliases, so two sets never deadlock."""
 
     def __init__(self, wanted: tuple[str | Model | Lock, ...], terms: Terms) -> None:
-        """*terms* apply to names, and their timeout to the whole set; ValueError if locks do not go together."""
+        """*terms* apply to the names, their timeout to the whole set; ValueError if locks contradict each other."""
         if not wanted:
             raise ValueError("lock_all() takes at least one name.")
         self._timeout = terms.timeout
@@ -39,7 +39,7 @@ class LockSet:
         named = [each if isinstance(each, Lock) else of_names.lock(each) for each in wanted]
         self.names = tuple(lock.name for lock in named)
         first_of = {_identity(lock): lock for lock in reversed(named)}
-        #: In the order that was written, and in which they are acquired.
+        #: The locks in the order of the call, and below in the order in which they are acquired.
         self._as_written = [first_of[_identity(lock)] for lock in named]
         self._locks = [first_of[identity] for identity in sorted(first_of)]
         for lock, first in zip(named, self._as_written, strict=True):
@@ -60,7 +60,7 @@ class LockSet:
 
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
-        """Do what acquire() does, awaited. The locks belong to the caller, even if another task awaits the result."""
+        """Do what acquire() does, for asyncio. The locks belong to the caller, even if another task awaits the result."""
         awaited = [Awaited(lock.key()) for lock in self._as_written]
         work = self._aacquire(Caller(), awaited)
         for lock, each in zip(self._as_written, awaited, strict=True):
@@ -85,7 +85,7 @@ class LockSet:
         return leases
 
     def release(self) -> None:
-        """Release the locks that this thread or task acquired last; LockNotHeld, at the end, if one is not held."""
+        """Release the locks that this thread or task acquired last; then raise LockNotHeld if one was not held."""
         leases, missing = self._recall()
         with ExitStack() as stack:
             for lease in leases:
@@ -95,7 +95,7 @@ class LockSet:
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
-        """Release what the caller acquired last, even if another task awaits it."""
+        """Release the locks that the caller acquired last, even if another task awaits the result."""
         return self._arelease(*self._recall())
 
     async def _arelease(self, leases: list[Lease], missing: list[LockNotHeld]) -> None:
@@ -106,7 +106,7 @@ class LockSet:
             raise error
 
     def _recall(self) -> tuple[list[Lease], list[LockNotHeld]]:
-        """Return what this caller acquired last, and forget it; and an error for each lock that it does not hold."""
+        """Return and forget the leases that this caller acquired last, and an error for each lock not held."""
         leases: list[Lease] = []
         missing: list[LockNotHeld] = []
         for lock in self._locks:
@@ -126,7 +126,7 @@ class LockSet:
                         leases[lock] = lock.enter(wait.left)
                         stack.push(lock.leave_at_once)
                     return self._all_held(leases, stack)
-            except LockLost:  # one ended while another was waited for: all are free again
+            except LockLost:  # one lease ended during the wait for another lock: all are free again
                 if wait.is_over:
                     raise
 
@@ -184,10 +184,7 @@ class LockSet:
         return [(lock, block, block.lease.entries) for lock, block in blocks]
 
     def _finish_leaving(self, left: list[_Left]) -> None:
-        """Leave in the background the blocks that an asynchronous exception kept from being left.
-
-        *left* is empty if it came before they were known.
-        """
+        """Leave the blocks *left* in the background, after an asynchronous exception; if empty, find them, too."""
         for lock, block, entries in left or self._to_leave():
             lock.finish_leaving(block, entries)
 
@@ -198,7 +195,7 @@ class LockSet:
         try:
             for lock, lease in dict(zip(self._as_written, leases, strict=True)).items():
                 lock.keep_acquired(lease)
-        except BaseException:  # asynchronous: nobody will have the leases
+        except BaseException:  # an asynchronous exception: the caller never gets the leases
             for lease in {*leases}:
                 lease.give_back_later()
             raise
@@ -206,15 +203,15 @@ class LockSet:
     def _all_held(
         self, leases: dict[Lock, Lease], stack: ExitStack | AsyncExitStack
     ) -> tuple[Lease, ...]:
-        """Return *leases* in the order of the names, and keep *stack* from releasing them; LockLost if one has ended."""
+        """Return *leases* in the order of the names, and empty *stack*, which would release them; LockLost if one has ended."""
         for lease in leases.values():
             lease.check()
         in_order = tuple(leases[lock] for lock in self._as_written)
-        stack.pop_all()  # last: an asynchronous exception must find them in it
+        stack.pop_all()  # last: on an asynchronous exception before, *stack* releases them
         return in_order
 
     def _patience(self) -> float | None:
-        """Return how long to wait for all: without a timeout, the shortest one of the aliases."""
+        """Return how long to wait for all locks: without a timeout, the shortest TIMEOUT of the aliases."""
         if self._timeout != -1:
             return self._timeout
         limits = [lock.default_timeout() for lock in self._locks]
@@ -222,12 +219,12 @@ class LockSet:
 
 
 def _identity(lock: Lock) -> tuple[str, str, bool]:
-    """Return the sort key of *lock*, equal for the same lock: the name first, because two aliases may be of one server."""
+    """Return the sort key of *lock*, equal for the same lock: the name first, as two aliases may share a server."""
     return lock.name, lock.terms.using, lock.terms.limit is not None
 
 
 def _check_together(lock: Lock, first: Lock) -> None:
-    """Raise ValueError if *lock* has a timeout of its own, or other terms than *first*, the same lock."""
+    """Raise ValueError if *lock* has a timeout of its own, or is *first* again on other terms."""
     if lock.terms.timeout != -1:
         msg = f"lock_all() waits for all within one timeout: give it timeout=..., and the lock {printable(lock.name)!r} none."
         raise ValueError(msg)
@@ -243,7 +240,7 @@ def lock_all(*names: str | Model | Lock, **terms: Unpack[LockTerms]) -> LockSet:
     The block begins only while all of them are held: if a lease ends while another lock is waited
     for, all are released and acquired again; LockLost if no time is left for that.
     ``with lock_all("account:1", "account:2") as leases:`` gives one lease for each name, in order.
-    Beside names, it takes locks with *terms* of their own: ``lock_all("a", lock("b", shared=True))``.
+    An argument may be a lock with *terms* of its own: ``lock_all("a", lock("b", shared=True))``.
     """
     for several in names:
         if isinstance(several, (list, tuple, set, frozenset)):

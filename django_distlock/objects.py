@@ -20,7 +20,7 @@ _M = TypeVar("_M", bound=Model)
 
 
 class LockedObject(Generic[_M]):
-    """The lock of an instance, for ``with`` and ``async with``, which give the instance."""
+    """The lock of an instance; ``with`` and ``async with`` reload the instance and return it."""
 
     def __init__(self, instance: _M, **terms: Unpack[LockTerms]) -> None:
         self._instance = instance
@@ -29,7 +29,7 @@ class LockedObject(Generic[_M]):
     def __enter__(self) -> _M:
         with ExitStack() as stack:
             lease = self._lock.__enter__()
-            stack.push(self._lock.leave_at_once)  # without an instance, the block does not begin
+            stack.push(self._lock.leave_at_once)  # if the reload fails, the block does not begin
             self._read_under(lease)
             stack.pop_all()
         return self._instance
@@ -58,7 +58,7 @@ class LockedObject(Generic[_M]):
 
     def _read_under(self, lease: Lease) -> None:
         """Reload the instance, unless a block around this one has: changes made there are kept."""
-        # The state of an instance tells which one it is, also through a lazy one, such as request.user.
+        # The state identifies the instance, also through a lazy object such as request.user.
         state = self._instance._state  # noqa: SLF001 - documented
         using = fencing.written_database(self._instance)
         outer = [read for read in lease.reads if read.using == using]
@@ -69,7 +69,7 @@ class LockedObject(Generic[_M]):
                 f"A block around this one has locked another instance of {lease.name!r}, whose save() "
                 "would overwrite what is saved here: pass that instance on."
             )
-        lease.check()  # the row may have been waited for
+        lease.check()  # the reload may have waited for the row
         if not outer:
             lease.reads = [*lease.reads, Read(using, state, len(lease.entries))]
 
@@ -82,8 +82,8 @@ class LockedObject(Generic[_M]):
 def locked(instance: _M, **terms: Unpack[LockTerms]) -> LockedObject[_M]:
     """Return the lock of a saved model *instance*; ``with`` and ``async with`` reload the instance and return it.
 
-    The lock is called like ``lock(instance)``, "shop.account:7". A FencedModel is claimed: see Lease.claim().
-    *terms* are those of lock(). ValueError if it is not saved; DoesNotExist of its model if it was deleted.
+    The lock has the name of ``lock(instance)``, "shop.account:7". A FencedModel is claimed: see Lease.claim().
+    *terms* are those of lock(). ValueError for an unsaved instance; the model's DoesNotExist for a deleted one.
     """
     if not isinstance(instance, Model):
         what = type(instance).__name__
