@@ -10,19 +10,19 @@ from urllib.parse import parse_qsl, unquote, urlencode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: The keys of an alias that a query may have; all other words are options of the backend.
+#: The keys of an alias that a query may set; all other words are options of the backend.
 _TERMS = {"ttl", "timeout", "key_prefix", "strict"}
 #: The options of Redis that are not redis-py's, which may be in the query of its URL, too.
 REDIS_OPTIONS = {
     "fair", "scripting", "wait_replicas", "wait_disk", "cluster", "allow_eviction",
     "connect_timeout", "io_timeout",
 }  # fmt: skip
-#: The keys and options that are text, also if it looks like a number.
+#: The keys and options that are text, even text that looks like a number.
 TEXTS = {
     "acl", "ca", "ca_cert", "cache", "cert", "certfile", "endpoints", "hosts", "key", "key_password", "key_prefix",
     "keyfile", "keyfile_password", "namespace", "password", "root", "server", "user", "using",
 }  # fmt: skip
-#: By scheme: the names that are written instead by mistake.
+#: By scheme: the names that people write instead by mistake.
 _MEANT = {
     "database": "postgres postgresql postgis mysql mariadb sqlite sqlite3 db pgsql psycopg",
     "etcd": "http etcd3",
@@ -34,8 +34,8 @@ _MEANT = {
 }
 _WORDS = {"true": True, "false": False, "none": None}
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-# Not urlsplit(), which takes several hosts with commas between them for one. No @ may follow the hosts: the text
-# before it may be the rest of a password.
+# Not urlsplit(), which takes several hosts with commas between them for one host. No @ may follow the hosts: the text
+# before that @ may be the rest of a password.
 _URL = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#@]*))?(\?(?P<query>[^#@]*))?",
     re.IGNORECASE,
@@ -43,7 +43,7 @@ _URL = re.compile(
 
 
 class Address(NamedTuple):
-    """The parts of a URL, quoted as they were written, but for *query*."""
+    """The parts of a URL, still percent-encoded, except *query*."""
 
     scheme: str
     login: str
@@ -63,13 +63,13 @@ class Address(NamedTuple):
         return unquote(user), unquote(password)
 
     def server(self, scheme: str, host: str) -> str:
-        """Return the URL of one server, with the login and the path of this one."""
+        """Return the URL of the server *host*, with the login and the path of this address."""
         login, path = f"{self.login}@" if self.login else "", f"/{self.path}" if self.path else ""
         return f"{scheme}://{login}{host}{path}"
 
 
 def from_url(text: str) -> dict[str, Any]:
-    """Return the keys of the alias that *text* names; ValueError, without its password, if it names none."""
+    """Return the settings of an alias from the URL *text*; ValueError, which hides the password, for a wrong URL."""
     known = _URL.fullmatch(text)
     if known is None and "://" in text:
         quoted = "%23 stands for #, %2F for /, %3F for ?, %40 for @"
@@ -88,7 +88,7 @@ def from_url(text: str) -> dict[str, Any]:
 
 
 def _advice(scheme: str) -> str:
-    """Return what to write instead of *scheme*, or of a text that is no URL."""
+    """Return what to write instead of *scheme*, or of a text that is not a URL."""
     if "." in scheme:
         return f'Write a class as {{"BACKEND": "{scheme}"}}.'
     meant = next((right for right, wrong in _MEANT.items() if scheme.lower() in wrong.split()), "")

@@ -107,7 +107,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         ]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """Show the locks of all aliases, or the part of the page that its script refreshes."""
+        """Show the locks of all aliases; for the page's script, only the part that it refreshes."""
         wanted = {name: request.GET.get(name, "") for name in ("q", "state", "alias", "host")}
         aliases = list(locks)
         chosen = [wanted["alias"]] if wanted["alias"] in aliases else aliases
@@ -177,7 +177,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         return self._page(request, "lock", context)
 
     def force_release_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the confirmation page of what was selected, or free what was confirmed."""
+        """Show the confirmation page for the selected locks, or free the confirmed locks."""
         confirmed = request.POST.getlist("lock")
         values = confirmed or request.GET.getlist("lock") + request.POST.getlist("selected")
         keys = defaultdict[str, set[str]](set)
@@ -208,7 +208,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         return HttpResponseRedirect(self._next(request))
 
     def _next(self, request: HttpRequest) -> str:
-        """Return the page to go to after the release: that of an object with the button, or the list."""
+        """Return the page to go to after the release: the object's page that had the button, or the list."""
         asked = request.POST.get("next") or request.GET.get("next")
         host, is_secure = {request.get_host()}, request.is_secure()
         if asked and url_has_allowed_host_and_scheme(asked, host, require_https=is_secure):
@@ -217,7 +217,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         return reverse(url, current_app=self.admin_site.name)
 
     def _force(self, request: HttpRequest, value: str, row: Row | None) -> bool:
-        """Free the lock if it still has the holder that was shown; else show a message."""
+        """Free the lock if it still has the holder that the page showed; else show a message."""
         problem = _("the holder that was shown does not hold it any more.")
         try:
             if row is not None and self._free(request, row):
@@ -231,14 +231,14 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         return False
 
     def _free(self, request: HttpRequest, row: Row) -> bool:
-        """Log who frees the lock, then free it: no release without an entry."""
+        """Log who frees the lock, then free it, so that each release has an entry."""
         entry = self._log(request, row)
         alias, held, is_freed = row.aliases[0], row.held, False
         try:
             by = request.user.get_username()
             is_freed = locks[alias].force_release(held.key, held.owner_digest, by=by)
         except LockOutcomeUnknown:
-            # It may be free: the entry stays.
+            # The lock may be free: the entry stays.
             is_freed = True
             raise
         finally:
@@ -248,7 +248,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         return is_freed
 
     def _log(self, request: HttpRequest, row: Row) -> LogEntry:
-        """Log the forced release; in ASCII if the table of log entries cannot store it unchanged."""
+        """Log the forced release; in ASCII if the log's table cannot store other characters."""
         held = row.held
         if held.reserved:
             text = _(
@@ -286,15 +286,15 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
 class ObjectLocksMixin(_Admin):
     """Mixin, before ModelAdmin in the bases: the page of an object shows who holds its locks.
 
-    Users need the permission ``django_distlock.view_methodlock`` to see them, and
+    Users need the permission ``django_distlock.view_methodlock`` to see the locks, and
     ``django_distlock.force_release_methodlock`` for the button that frees one.
     """
 
-    #: The aliases of DISTLOCK that are asked; None: all.
+    #: The aliases of DISTLOCK to ask; None: all.
     object_locks_using: Iterable[str] | None = None
 
     def get_object_locks(self, request: HttpRequest, obj: Model) -> Iterable[str | Model]:
-        """Return the names of the locks that are shown with *obj*; by default, that of ``lock(obj)``."""
+        """Return the names of the locks to show with *obj*; by default, the name of ``lock(obj)``."""
         return [obj]
 
     def render_change_form(
@@ -309,7 +309,7 @@ class ObjectLocksMixin(_Admin):
                 "distlock_rows": rows,
                 "distlock_problems": problems,
                 "distlock_may_force": request.user.has_perm(FORCE_RELEASE),
-                # Extends the template that would be used, which may be the project's.
+                # Our template extends the one that Django chose, which may be the project's.
                 "distlock_page": response.resolve_template(response.template_name),
             }
             response.template_name = "admin/django_distlock/object_locks.html"

@@ -41,8 +41,8 @@ def check_servers(
 
 
 def _are_of_migrate() -> bool:
-    """Return whether ``migrate``, or a subclass, runs the checks: it creates the tables that they look for."""
-    # No argument of a check names the command, and execute_from_command_line() may have got others than sys.argv.
+    """Return True if ``migrate``, or a subclass, runs the checks: it creates the tables that the checks look for."""
+    # A check does not get the command, and execute_from_command_line() may have got other arguments than sys.argv.
     callers = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
     kinds = (kind for caller in callers for kind in type(caller).__mro__)
     # The module of a proxy of wrapt is a property.
@@ -79,13 +79,13 @@ def _check_alias(
 
 
 def _check_declared() -> Iterator[CheckMessage]:
-    """Report decorated functions and tasks whose alias cannot do what they want."""
-    # Views are declared when they are imported. Django's own checks report errors in the URLs.
+    """Report decorated functions and tasks whose alias lacks a feature that they need."""
+    # Importing the URLs imports the views, too. Django's own checks report errors in them.
     with suppress(Exception):
         import_module(settings.ROOT_URLCONF)
     for each in sorted(declared, key=lambda each: each.title):
         yield from getattr(each, "check", tuple)()
-        # Wrong settings are reported as those of their alias.
+        # check_settings() reports wrong settings of an alias.
         with suppress(InvalidLockBackend):
             if each.using not in [*locks, DEFAULT_ALIAS]:
                 problem: object = f"DISTLOCK has no alias {each.using!r}"

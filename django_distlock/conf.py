@@ -22,10 +22,10 @@ DEFAULT_BACKEND = "django_distlock.backends.database.DatabaseBackend"
 DEFAULT_TTL = 30.0
 DEFAULT_TIMEOUT = 10.0
 KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS", "TEST")
-#: The backend that replaces others while Django's tests run, and the keys of TEST, which can choose another one.
+#: The backend for all aliases while Django's tests run, and the keys of TEST, which can choose another backend.
 TEST_BACKEND = "django_distlock.backends.locmem.LocMemBackend"
 TEST_KEYS = ("BACKEND", "OPTIONS")
-#: The options with the address of a server, and other names for them.
+#: The options with the address of a server, and names that people write instead.
 _ADDRESSES = {"location", "servers", "endpoints", "hosts", "using", "cache"}
 _GUESSES = _ADDRESSES | {"url", "urls", "host", "server", "address", "database", "db", "alias"}
 #: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.
@@ -44,7 +44,7 @@ class NoOptions:
 class BackendSettings:
     """The checked settings of one alias. *ttl* and *timeout* are seconds; timeout None: no limit.
 
-    *key_prefix* is a text, or a function that returns it.
+    *key_prefix* is the prefix, or a function that returns it.
     """
 
     alias: str
@@ -70,7 +70,7 @@ def tests_run() -> bool:
 
 
 def read_settings() -> dict[str, Any]:
-    """Return the unchecked settings by alias, for read_alias(); InvalidLockBackend if they are no dict."""
+    """Return the unchecked settings by alias, for read_alias(); InvalidLockBackend if DISTLOCK is not a dict."""
     written = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
     if not isinstance(written, dict):
         msg = f"DISTLOCK must be a dict of aliases, like {{'default': 'redis://cache:6379'}}, not {type(written).__name__}."
@@ -85,7 +85,7 @@ def read_settings() -> dict[str, Any]:
 def seconds(value: object, what: str, *, zero: bool = False, longest: float = LONGEST) -> float:
     """Return *value*, a number of seconds or a timedelta, as seconds; otherwise raise TypeError or ValueError.
 
-    It must be more than 0, or 0 or more with *zero*, and at most *longest*.
+    The value must be more than 0, or 0 or more with *zero*, and at most *longest*.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -107,7 +107,7 @@ def flag(value: object, what: str) -> bool:
 
 
 def checked_ttl(value: object, what: str = "ttl") -> float:
-    """Return *value*, a ttl, as seconds() does; at least LEAST_TTL, since the drift of clocks is subtracted from it."""
+    """Return *value*, a ttl, as seconds() does; ValueError below LEAST_TTL, as the drift of clocks is subtracted from it."""
     ttl = seconds(value, what)
     if ttl < LEAST_TTL:
         raise ValueError(f"{what} must be at least {LEAST_TTL} seconds, not {ttl!r}.")
@@ -115,7 +115,7 @@ def checked_ttl(value: object, what: str = "ttl") -> float:
 
 
 def checked_limit(value: object, what: str) -> int:
-    """Return *value* if so many may hold a lock at once; ValueError or TypeError otherwise."""
+    """Return *value* if it is a valid limit; otherwise raise ValueError or TypeError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be a whole number, not {value!r}.")
     if not 1 <= value <= MOST_PLACES:
@@ -201,12 +201,12 @@ def read_alias(alias: str, values: object) -> BackendSettings:
 
 
 def as_dict(alias: str, values: object) -> dict[str, Any]:
-    """Return the keys of *alias*, which may be written as a URL; InvalidLockBackend if it is neither."""
+    """Return the settings of *alias*, a dict or a URL, as a dict; InvalidLockBackend if *values* are neither."""
     where = f"DISTLOCK[{alias!r}]"
     try:
         values = from_url(values) if isinstance(values, str) else values
     except ValueError as error:
-        # Without the other error: it may show the password.
+        # "from None" because the original error may show the password.
         raise InvalidLockBackend(f"{where} {error}") from None
     if not isinstance(values, dict):
         raise InvalidLockBackend(f"{where} must be a dict or a URL, not {type(values).__name__}.")

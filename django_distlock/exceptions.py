@@ -28,10 +28,10 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
     """The lock was busy until the caller's timeout was over.
 
     *waited* and *remaining* (the rest of the holder's lease, if known) are seconds. With *reserved_until*
-    nobody holds the lock, but its min_hold refuses it to others until that time. With a *limit* all its
-    places were held or reserved; the rest is of the one that is known to end first. It is the limit of the
-    caller before this one in the line if that is lower, and keeps this one from a free place.
-    It ends a management command with one line, as any CommandError does.
+    nobody holds the lock, but min_hold refuses it to others until that time. With a *limit* all places were
+    held or reserved, and the other facts are of the place known to end first. *limit* may be the lower limit of a
+    caller of this process that came before and left no free place to this one.
+    The error ends a management command with one line, as any CommandError does.
     """
 
     returncode = 1
@@ -97,7 +97,7 @@ class LockLost(LockNotHeld):
 
 
 class LockNotOwned(LockLost):
-    """The lock was lost, and somebody else holds it by now. The call that raises this changed nothing."""
+    """The lock was lost, and somebody else holds it by now. The call that raised this error changed nothing."""
 
     def __init__(self, name: str, reason: str = "somebody else holds it now") -> None:
         super().__init__(name, reason)
@@ -106,7 +106,7 @@ class LockNotOwned(LockLost):
 class LockBackendError(LockError):
     """The server of a lock failed. This error does not say whether the lock is held.
 
-    *causes* has the answer of each server, for backends with several servers.
+    *causes* are the answers by server, for backends with several servers.
     """
 
     def __init__(self, alias: str, problem: str, causes: Mapping[str, str] | None = None) -> None:
@@ -131,8 +131,8 @@ class LockBackendError(LockError):
 class LockOutcomeUnknown(LockBackendError):
     """The reply to a request was lost, and so was the reply to its repetition.
 
-    The lock is released in the background; at the latest it comes free with its ttl.
-    *was_idle*: the connection was not a new one, and the request may have been lost on its way.
+    The lock is released in the background; at the latest it comes free after its ttl.
+    *was_idle*: the connection was used before and may have died unnoticed, so that no server got the request.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class LockOutcomeUnknown(LockBackendError):
 
 
 class Contended(LockBackendError):
-    """The server refused a request because others work on the same rows; it may succeed if repeated."""
+    """The server refused a request because other clients work on the same rows; a repetition may succeed."""
 
 
 class NotSent(LockBackendError):
-    """The request was not sent: other callers of this process kept all connections or threads for it busy."""
+    """The request was not sent: other callers of this process kept all connections or threads busy."""
 
 
 class LockDeadlock(LockError):
@@ -185,7 +185,7 @@ class StaleFencingToken(LockError):
 
     @property
     def _question(self) -> str:
-        """A hint if the fence is ahead of the token; both are microseconds, or began as such."""
+        """A hint if the fence is higher than the token; both are in microseconds, or began so."""
         ahead = (self.fence or 0) - self.token
         if ahead <= 0:
             return ""
@@ -211,7 +211,7 @@ class NotSupported(LockError):
 class _InTransaction(LockError, RuntimeWarning):
     """A warning, or an error with STRICT in DISTLOCK.
 
-    *name* is empty in a warning: it is shown once for each call site, whatever the names.
+    *name* is empty in a warning, which is shown once for each call site, for all names together.
     """
 
     def __init__(self, name: str, database: str) -> None:
@@ -225,9 +225,9 @@ class _InTransaction(LockError, RuntimeWarning):
 
 
 class ReleasedBeforeCommit(_InTransaction):
-    """The lock was released before the transaction around it was committed: others read old data.
+    """The lock was released before the transaction around it was committed: the next holder reads old data.
 
-    This is a warning, or an error with STRICT in DISTLOCK, so that the transaction rolls back.
+    This is a warning; with STRICT in DISTLOCK an error, so that the transaction rolls back.
     """
 
     def __str__(self) -> str:
@@ -239,9 +239,9 @@ class ReleasedBeforeCommit(_InTransaction):
 
 
 class SnapshotBeforeLock(_InTransaction):
-    """The transaction had read before the lock was acquired, and goes on reading the data of then.
+    """The transaction had read data before the lock was acquired, and goes on reading that old data.
 
-    This is a warning, or with STRICT in DISTLOCK an error, raised before the lock is acquired.
+    This is a warning; with STRICT in DISTLOCK an error, raised before the lock is acquired.
     """
 
     def __str__(self) -> str:
@@ -255,12 +255,12 @@ class SnapshotBeforeLock(_InTransaction):
 class InvalidLockBackend(ImproperlyConfigured):
     """The DISTLOCK setting is wrong; the text names the alias and the key."""
 
-    #: The id of the system check that reports it, and its hint.
+    #: The id and the hint of the system check that reports this error.
     check, hint = "distlock.E001", "Correct the setting."
 
 
 class UnsupportedDatabase(InvalidLockBackend):
-    """The database of an alias is of a kind that keeps no locks."""
+    """The database of an alias is of a kind that cannot keep locks."""
 
     check = "distlock.E003"
     hint = "Let OPTIONS 'using' name another database, choose another backend, or write one."
@@ -275,7 +275,7 @@ class KeyFunctionFailed(InvalidLockBackend):
 def root_cause(error: Exception) -> Exception:
     """Return the driver's error behind *error*, to be the only cause of an error of ours.
 
-    Its traceback is removed, because variables in the frames show owners; and its context, which repeats the text.
+    Remove its traceback, because variables in the frames show owners, and its context, which repeats the text.
     """
     while isinstance(error.__cause__, Exception):
         error = error.__cause__

@@ -71,7 +71,7 @@ class MethodLock(models.Model):
 
 
 class HeldLock(MethodLock):
-    """A held lock of any alias, for the admin's page. It has no rows of its own."""
+    """A held lock of any alias, for the admin's page. This proxy has no table."""
 
     class Meta:
         proxy = True
@@ -99,7 +99,7 @@ class FencingCounter(models.Model):
 
 
 class LockWaiter(models.Model):
-    """A position in the queue for a lock; it is valid until *expires_at*, and each try of its waiter renews it."""
+    """A position in the queue for a lock, valid until *expires_at*; each try of its waiter renews it."""
 
     ticket = models.BigAutoField(primary_key=True)
     method_name = models.CharField(max_length=255)
@@ -118,9 +118,9 @@ class LockWaiter(models.Model):
 
 
 class FenceField(models.BigIntegerField):  # type: ignore[type-arg]  # generic in the stubs alone
-    """The column of a fence: no UPDATE lowers it, and save() leaves it as it is.
+    """The column of a fence: no UPDATE lowers the fence, and save() leaves it unchanged.
 
-    Migrations have the same field, so it protects the rows from historical models, too.
+    Migrations use the same field, so it protects rows from historical models, too.
     """
 
     is_fence = True
@@ -133,7 +133,7 @@ class FenceField(models.BigIntegerField):  # type: ignore[type-arg]  # generic i
     ) -> str:
         query: Any = compiler.query
         if fields := getattr(query, "update_fields", ()):
-            # bulk_create() may update rows that are there: their fences stay.
+            # bulk_create() may update existing rows: their fences stay.
             query.update_fields = [field for field in fields if field is not self]
             if not query.update_fields:
                 msg = f"bulk_create() would only update {self.name!r}, which keeps its value: use ignore_conflicts=True."
@@ -152,17 +152,17 @@ class FenceField(models.BigIntegerField):  # type: ignore[type-arg]  # generic i
 
 
 class Lowered(models.Value):
-    """A value that is written into a FenceField even if it is lower."""
+    """A value that is written into a FenceField even if it lowers the fence."""
 
 
 class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     """Base class for models whose rows must refuse late writers.
 
-    ``lease.claim(row)`` returns the row read again; its ``save()`` and ``delete()`` then raise StaleFencingToken
-    if a later holder has claimed the row. A row that was never claimed is saved as ever, but its fence stays.
+    ``lease.claim(row)`` returns the reloaded row; its ``save()`` and ``delete()`` then raise StaleFencingToken
+    if a later holder has claimed the row. A row that was not claimed is saved as usual, but its fence stays.
     """
 
-    #: True: save() of a row that is neither new nor claimed raises LockNotHeld.
+    #: If True, save() of a row that is neither new nor claimed raises LockNotHeld.
     must_be_claimed: ClassVar[bool] = False
 
     # db_default: servers that still run the release before insert rows without it.
@@ -187,7 +187,7 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
         def refresh_from_db(
             self, using: str | None = None, fields: Any = None, from_queryset: Any = None
         ) -> None:
-            """Read a claimed row where it was claimed: a replica may not have it yet."""
+            """Reload a claimed row from the database of its claim: a replica may not have the row yet."""
             if using is None and CLAIM in self.__dict__:
                 using = self._state.db
             super().refresh_from_db(using, fields, from_queryset)

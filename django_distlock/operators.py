@@ -39,14 +39,14 @@ PATIENCE = 2.0
 #: Seconds for which a late listing is shown while the next one is read.
 KEPT = 60.0
 
-#: The listings that are or were late, by alias, key prefix of the caller, and what they read; while one is read, no
+#: Listings that are or were late, by alias, key prefix of the caller, and what they read. While one is being read, no
 #: second one is started.
 _late: dict[tuple[str, str, str], Listing] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A lock in a list for people; *aliases* are the aliases of DISTLOCK that have it, at least one."""
+    """A lock in a list for people; *aliases* are the aliases of DISTLOCK that list it, at least one."""
 
     held: Held
     aliases: tuple[str, ...]
@@ -74,20 +74,20 @@ class Row:
 
     @property
     def since(self) -> datetime | None:
-        """When it was acquired, by the clock of this machine; None if that is not known."""
+        """When the lock was acquired, by the clock of this machine; None if that is not known."""
         if (age := self.held.age) is None:
             return None
-        # Aware and in the zone of the page, whatever USE_TZ says.
+        # An aware datetime in the page's time zone, also with USE_TZ = False.
         return timezone.localtime(datetime.now(UTC) - timedelta(seconds=age))
 
     @property
     def ago(self) -> str:
-        """How long ago it was acquired."""
+        """How long ago the lock was acquired."""
         return _("%s ago") % clock.in_words(self.held.age or 0.0, ngettext)
 
     @property
     def remaining(self) -> str:
-        """The remaining time, until when it is reserved, or how long ago a stale lease ended."""
+        """The lease's remaining time, the end of a reservation, or how long ago a stale lease ended."""
         left = self.held.remaining
         if left is None:
             return "-"
@@ -98,7 +98,7 @@ class Row:
 
 
 def read_value(value: str) -> tuple[str, str, str]:
-    """Return alias, digest of the owner, and key of the holding that *value* names."""
+    """Return alias, digest of the owner, and key of the holding in *value*, a Row.value."""
     alias, _colon, rest = value.partition(":")
     owner_digest, _colon, key = rest.partition(":")
     return unquote(alias), owner_digest, key
@@ -140,8 +140,8 @@ def grouped(found: Iterable[Held]) -> list[Held]:
 def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
     """Free the lock *name*, held or reserved by min_hold, with a limit all its places; return how many holdings were ended.
 
-    The holder is not stopped: its lease is lost at its next renewal, or at once if it is in this process.
-    If nobody holds it there, but on another alias, that is logged. NotSupported if the alias cannot list its locks.
+    The holder is not stopped: its lease is lost at the next renewal, or at once if the holder is in this process.
+    If only another alias has the lock, a warning names that alias. NotSupported if the alias cannot list its locks.
     """
     backend, found = locks[using], holdings(using, name)
     for alias in () if found else elsewhere(name, using):
@@ -155,9 +155,9 @@ def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
 
 
 class Listing:
-    """The locks of *alias* that *read* returns. A thread of its own reads them into *held*, which grows meanwhile.
+    """The locks of *alias* that *read* returns. A thread reads them into *held*, which grows meanwhile.
 
-    *before*: an earlier complete listing, to be shown until this one is complete.
+    *before* is an earlier complete listing, shown until this one is complete.
     """
 
     def __init__(self, alias: str, read: Read, before: Listing | None = None) -> None:
@@ -167,7 +167,7 @@ class Listing:
         self.is_read = Event()
         self._began = self._ended = clock.lease_time()
         try:
-            # Here: the thread does not know the tenant of the caller.
+            # Not in the thread, which does not know the tenant of the caller.
             backend = locks[alias]
             self._backend = backend.seen_from_here() if backend.supports_listing else backend
         except Exception as error:  # noqa: BLE001 - as in _read()
@@ -202,15 +202,15 @@ class Listing:
 
 
 def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
-    """Return the locks of *aliases* that can be read in time, and the problem of each alias that has one.
+    """Return the locks of *aliases* that could be read in time, and by alias the problems.
 
-    A late listing is kept for the next call, which shows it with its age.
+    A late listing is kept: the next call shows its locks, and its age as the problem.
     """
     return _in_time(aliases, "held", lambda backend: backend.held())
 
 
 def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the free locks of *aliases* with *text* in their names or keys, and the problems as survey()."""
+    """Return the free locks of *aliases* with *text* in their names or keys, and by alias the problems."""
     rows, problems = _in_time(aliases, f"free {text}", lambda backend: backend.free_locks(text))
     for alias, number in Counter(alias for row in rows for alias in row.aliases).items():
         if number >= MOST_FREE:
@@ -220,7 +220,7 @@ def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, 
 
 
 def _in_time(aliases: Iterable[str], what: str, read: Read) -> tuple[list[Row], dict[str, str]]:
-    """Run *read* for each alias, as survey() does; *what* tells its listings from those of other reads."""
+    """Run *read* for each alias, as survey() does; *what* names this kind of listing in _late."""
     for key, late in _late.copy().items():
         if late.is_read.is_set() and late.age > max(KEPT, late.took):
             _late.pop(key, None)
@@ -242,7 +242,7 @@ def _in_time(aliases: Iterable[str], what: str, read: Read) -> tuple[list[Row], 
 
 
 def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str]]:
-    """Return the locks with these *keys* of each alias, and the problem of each alias that failed."""
+    """Return the locks with these *keys* of each alias, and by alias the problems."""
 
     def read(keys: Iterable[str], backend: BaseLockBackend) -> Iterable[Held]:
         return (held for key in keys if backend.keeps(key) for held in backend.held(key))
@@ -256,7 +256,7 @@ def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str
 def look_up_names(
     names: Iterable[str | Model], aliases: Iterable[str]
 ) -> tuple[list[Row], dict[str, str]]:
-    """Return what look_up() does for the locks with these *names*, without the places of locks with a limit."""
+    """Return the locks with these *names*, without the places of locks with a limit, and by alias the problems."""
     wanted = [checked_name(name) for name in names]
     keys: dict[str, list[str]] = {}
     problems: dict[str, str] = {}
@@ -277,14 +277,14 @@ def forget_late(aliases: Iterable[str]) -> None:
 
 
 def _seen_from_here(alias: str, what: str = "held") -> tuple[str, str, str]:
-    """Return the key in _late of the caller's listing: that of another tenant has another one."""
+    """Return the key in _late of the caller's listing: each tenant has its own."""
     with suppress(Exception):  # the listing shows the error
         return alias, locks[alias].key_of("x"), what
     return alias, "", what
 
 
 def _listing(alias: str, late: Listing | None, read: Read) -> Listing:
-    """Return *late*, that of an earlier page, or a new one; so an alias is read at most half of the time."""
+    """Return *late*, the listing of an earlier page, or start a new one; an alias is read at most half of the time."""
     if late is None:
         return Listing(alias, read)
     if not late.is_read.is_set() or late.age < late.took:
@@ -301,7 +301,7 @@ def _wait(listings: Iterable[Listing]) -> None:
 def _rows(
     listings: Iterable[Listing], problems: dict[str, str]
 ) -> tuple[list[Row], dict[str, str]]:
-    """Return the locks that were read, and *problems* with the errors; aliases with one location share rows."""
+    """Return the locks that were read, and *problems* with the errors added; aliases with one location share rows."""
     rows: dict[object, Row] = {}
     for listing in listings:
         alias = listing.alias
@@ -316,7 +316,7 @@ def _rows(
 
 
 def _problem(alias: str, error: Exception) -> str:
-    """Return the text of *error* without the *alias*, which stands beside it."""
+    """Return the text of *error* without the *alias*, which the page shows beside the text."""
     return first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
 
 

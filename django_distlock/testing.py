@@ -30,7 +30,7 @@ _TERMS = {"TTL", "TIMEOUT", "KEY_PREFIX", "STRICT"}
 
 
 class BusyBackend(DummyBackend):
-    """Refuses every lock at once, to every caller."""
+    """A backend that refuses every lock at once, to every caller."""
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
@@ -42,18 +42,18 @@ class BusyBackend(DummyBackend):
 
 
 class override_locks(override_settings):  # noqa: N801 - as Django's override_settings
-    """Make all locks *free* or *busy*: a decorator and context manager, as override_settings().
+    """Make all locks *free* or *busy*: a decorator and context manager, like override_settings().
 
-    Free locks exclude nobody and have no fencing tokens. Busy locks are refused at once, whatever the timeout.
+    Free locks exclude nobody and have no fencing tokens. Busy locks are refused at once, with any timeout.
     """
 
     def __init__(self, *, free: bool = False, busy: bool = False) -> None:
-        """Raise TypeError unless exactly one of both is True."""
+        """Raise TypeError unless exactly one argument is True."""
         if free is busy:
             msg = "override_locks() takes free=True or busy=True."
             raise TypeError(msg)
         kind = DummyBackend if free else BusyBackend
-        # TEST: also if the alias keeps its own backend in tests.
+        # TEST overrides an alias that keeps its own backend in tests.
         instead = {"BACKEND": f"{kind.__module__}.{kind.__name__}", "TEST": {"BACKEND": None}}
         written: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
         aliases = {
@@ -73,9 +73,9 @@ def held_elsewhere(
     ttl: float = 600.0,
     limit: int | None = None,
 ) -> Iterator[None]:
-    """Make another holder hold the lock *name* in the block, with a *limit* all its places: it is busy, for this thread too.
+    """Let another holder hold the lock *name* in the block, with a *limit* all places: it is busy, for this thread too.
 
-    AssertionError if it is held already.
+    AssertionError if the lock is already held.
     """
     backend = locks[using]
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def reset_locks() -> None:
 
 
 def _held(using: str) -> list[str]:
-    """Return the names that are not free, though maybe only reserved; a database also lists leases that have ended."""
+    """Return the names of held or reserved locks, without the ended leases that a database lists, too."""
     backend = locks[using]
     found = backend.held() if backend.supports_listing else ()
     return [held.name for held in found if held.state != LockState.STALE]

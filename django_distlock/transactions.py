@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_distlock")
 _View = TypeVar("_View", bound="Callable[..., Any]")
 _PACKAGE = __name__.rpartition(".")[0]
-#: Where Django keeps the connections of a thread without an event loop, by alias.
+#: Where Django stores the connections of threads without an event loop, by alias.
 _of_thread = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001 - a fast way to them
-#: The registries of ``warnings`` by file, for warnings that are not about the caller's line.
+#: By file, a registry for ``warnings.warn_explicit()``, which shows each call site once.
 _told: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
 
 def never_atomic(view: _View) -> _View:
-    """Exempt *view* from ATOMIC_REQUESTS: its transaction would keep locks out of SQLite's file, which has one writer."""
+    """Exempt *view* from ATOMIC_REQUESTS: SQLite has one writer, so the view's transaction would block its locks."""
     for database in connections:
         transaction.non_atomic_requests(database)(view)
     return view
@@ -66,7 +66,7 @@ def still_open(marks: Collection[Any] | None) -> list[BaseDatabaseWrapper]:
 def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool], None]) -> None:
     """Call *then* when the transactions of *open_ones* have ended, with True if all were committed.
 
-    What waits for the same end is called in the order in which it began to wait.
+    Functions that wait for the same end are called in the order of these calls.
     """
     ends = list[bool]()
 
@@ -80,16 +80,16 @@ def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool],
 
 
 def call_at_rollback(then: Callable[[], object]) -> None:
-    """Call *then* when an open transaction of this thread is rolled back, or a block of it that is open now.
+    """Call *then* when an open transaction of this thread, or an atomic block that is open now, is rolled back.
 
-    It may be called several times.
+    *then* may be called several times.
     """
     for connection in still_open(None):
         _Ends.of(connection).wait_for_rollback(then)
 
 
 def tell_of_release(name: str, *, strict: bool) -> None:
-    """Warn if the lock *name* is released inside an open atomic block, even if it was acquired before that."""
+    """Warn if the lock *name* is released inside an open atomic block, even if it was acquired before the block."""
     for connection in _used_here():
         if connection.in_atomic_block and connection in still_open(None):
             _tell(ReleasedBeforeCommit, name, connection.alias, strict=strict)
@@ -107,16 +107,16 @@ class Block:
 
     def __init__(self, connection: Any, what: str) -> None:
         """Raise LockError if no block is open; *what* names the function that needs one."""
-        # A weak reference: a connection that its thread has left open is closed when nothing refers to it.
+        # A weak reference: when a thread leaves its connection open, garbage collection closes it.
         self._connection: weakref.ref[BaseDatabaseWrapper] = weakref.ref(connection)
         blocks = connection.atomic_blocks
-        #: How many blocks of a TestCase are around it.
+        #: How many blocks of a TestCase are around this block.
         self._outside = sum(getattr(block, "_from_testcase", False) for block in blocks)
         if len(blocks) == self._outside:
             msg = f"{what} needs a transaction: call it inside atomic(using={connection.alias!r})."
             raise LockError(msg)
         self._savepoint = connection.savepoint_ids[self._outside - 1] if self._outside else None
-        # Django drops it when the transaction ends. There is no other way to recognise the next transaction.
+        # Django drops this on-commit function when the transaction ends: nothing else tells the next transaction apart.
         self._mark: Any = lambda: None
         if not self._outside:
             connection.run_on_commit.append((set(), self._mark, False))
@@ -157,8 +157,8 @@ class _Ends:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._django = {name: getattr(connection, name) for name in self._METHODS}
-        #: The functions that wait, each with the mark of its transaction, and how many savepoints were made before
-        #: what a rollback to one of them undoes; 0 if none does.
+        #: The functions that wait, each with the mark of its transaction, and a number of savepoints: a rollback to
+        #: one of the first so many also calls the function.
         self._waiting: list[tuple[str, int, Callable[[bool], None]]] = []
         #: Whether the last transaction was committed; None after set_autocommit().
         self._outcome: bool | None = None
@@ -174,7 +174,7 @@ class _Ends:
     def wait(self, then: Callable[[bool], None], after: int = 0) -> None:
         """Call *then* when the open transaction has ended, with True if it was committed.
 
-        With False also at a rollback to one of the first *after* savepoints.
+        A rollback to one of the first *after* savepoints also calls *then*, with False.
         """
         connection, mark = self._connection, _BLOCK
         if _is_manual(connection):
@@ -184,7 +184,7 @@ class _Ends:
         self._waiting.append((mark, after, then))
 
     def wait_for_rollback(self, then: Callable[[], object]) -> None:
-        """Call *then* when the open transaction is rolled back, or to a savepoint that was made before now."""
+        """Call *then* when the open transaction is rolled back, completely or to a savepoint made before now."""
 
         def note(is_committed: bool) -> None:
             if not is_committed:
@@ -201,8 +201,8 @@ class _Ends:
         )
 
     def set_autocommit(self, autocommit: bool, **options: Any) -> None:
-        """End blocks after their commit or rollback: Django calls its on-commit functions here."""
-        # These functions may run transactions of their own, whose ends are not the end of ours.
+        """Call the functions after a block's commit or rollback: Django calls its on-commit functions here."""
+        # Those may run other transactions, whose ends do not concern the functions that wait now.
         outcome, self._outcome = self._outcome, None
         waiting, self._waiting = self._waiting, []
         try:
@@ -247,13 +247,13 @@ class _Ends:
             self._end(sid, int(sid.rpartition("x")[2]), is_committed=False)
 
     def _end(self, mark: str | None = None, number: float = inf, *, is_committed: bool) -> None:
-        """Call the functions that wait for the end of the transaction with that *mark*, or of any.
+        """Call the functions that wait for the end of the transaction *mark*; None: of any transaction.
 
-        *number*: of the savepoint that was rolled back to.
+        *number* is that of the savepoint to which the transaction was rolled back.
         """
         ended = [each for each in self._waiting if mark in (None, each[0]) or each[1] >= number]
         self._waiting = [each for each in self._waiting if each not in ended]
-        with ExitStack() as stack:  # calls all of them, even if an asynchronous exception ends one
+        with ExitStack() as stack:  # call all, even if an asynchronous exception ends one
             for *_, then in reversed(ended):
                 stack.callback(then, is_committed)
 
@@ -272,7 +272,7 @@ def _mark(connection: BaseDatabaseWrapper) -> Any:
 
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:
-    """Return True if the transaction of _mark() is open, or may be: not every driver shows it."""
+    """Return True if the transaction of _mark() is open, or may be: MySQL's drivers do not show it."""
     if connection.closed_in_transaction:
         return False
     if not _is_manual(connection):
@@ -280,12 +280,11 @@ def _is_open(connection: BaseDatabaseWrapper) -> bool:
     driver: Any = connection.connection
     if connection.vendor == "postgresql":
         return bool(driver.info.transaction_status)
-    # The drivers of MySQL do not show whether a statement has begun a transaction.
     return connection.vendor != "sqlite" or bool(driver.in_transaction)
 
 
 def _is_manual(connection: BaseDatabaseWrapper) -> bool:
-    """Return True if the caller has turned autocommit off and commits itself, also around an atomic block."""
+    """Return True if the caller has turned autocommit off and calls commit() itself, also around an atomic block."""
     if connection.in_atomic_block:
         return not connection.commit_on_exit
     return connection.connection is not None and not connection.autocommit
@@ -294,7 +293,7 @@ def _is_manual(connection: BaseDatabaseWrapper) -> bool:
 def _outermost(connection: BaseDatabaseWrapper) -> Any:
     """Return the outermost atomic block of the code under test; None if there is none.
 
-    Blocks of a TestCase do not count, nor does a block without a savepoint inside them, as its end cannot be seen.
+    Blocks of a TestCase do not count, nor does a block inside them without a savepoint, as its end is not visible.
     """
     if connection.in_atomic_block:
         for depth, block in enumerate(connection.atomic_blocks):
@@ -305,12 +304,12 @@ def _outermost(connection: BaseDatabaseWrapper) -> Any:
 
 
 def _has_snapshot(connection: BaseDatabaseWrapper) -> bool:
-    """Return True if the transaction reads data of an earlier moment; False also if only a query could show it."""
+    """Return True if the transaction certainly reads an older snapshot; False also if only a query could tell."""
     driver: Any = connection.connection
     level = getattr(connection, "isolation_level", None)
     if connection.vendor == "postgresql":
         is_high = getattr(level, "name", "") in {"REPEATABLE_READ", "SERIALIZABLE"}
-        # A savepoint is a statement too, but does not read.
+        # After a savepoint, which takes no snapshot, the transaction's status does not tell whether it has read.
         is_first_block = not any(connection.savepoint_ids)
         return is_high and is_first_block and bool(driver.info.transaction_status)
     if connection.vendor == "mysql" and level == "repeatable read":
@@ -324,7 +323,7 @@ def _has_snapshot(connection: BaseDatabaseWrapper) -> bool:
 def _tell(
     kind: type[ReleasedBeforeCommit | SnapshotBeforeLock], name: str, alias: str, *, strict: bool
 ) -> None:
-    """Warn once for each call site, whatever the names; if *strict*, raise an error instead."""
+    """Warn once for each call site, for all names together; if *strict*, raise an error instead."""
     if strict:
         raise kind(name, alias)
     path, line, module = _call_site()
@@ -334,7 +333,7 @@ def _tell(
 
 
 def _call_site() -> tuple[str, int, str]:
-    """Return the file, line and module of the code that uses the lock: a decorated function, or our caller."""
+    """Return file, line and module of the code that uses the lock: the decorated function, or the caller of the package."""
     frame = sys._getframe(1)  # noqa: SLF001 - as the module warnings does itself
     while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):
         if locked := frame.f_locals.get("locked"):

@@ -53,7 +53,7 @@ CONTRIB = "django_distlock.contrib.migrate"
 
 
 class LockCommand(BaseCommand):
-    """Base class of the commands. They skip system checks, so wrong settings of one alias do not block others."""
+    """Base class of the commands, which skip system checks: wrong settings of one alias must not block others."""
 
     requires_system_checks: list[str] | tuple[str, ...] | Literal["__all__"] = ()
 
@@ -69,12 +69,12 @@ class LockCommand(BaseCommand):
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except BrokenPipeError:
-            # The reader has closed the pipe. Python writes the rest at its exit, and must not fail there again.
+            # The reader has closed the pipe. Python flushes stdout once more at its exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(NOT_READ)
 
     def execute(self, *args: Any, **options: Any) -> str | None:
-        # call_command() passes its keyword arguments as they are: give them the types that they have in a shell.
+        # call_command() passes its keyword arguments unchanged: convert them as those from a shell.
         parser = self.create_parser("", "")
         for action in parser._actions:  # noqa: SLF001 - as call_command() does
             value = options.get(action.dest)
@@ -98,7 +98,7 @@ class LockCommand(BaseCommand):
 
 
 def apps_with_migrate() -> list[str]:
-    """Return the installed apps that have a command ``migrate``; Django runs that of the first one."""
+    """Return the installed apps with a command ``migrate``, in order: Django runs the first one's."""
     return [
         config.name
         for config in apps.get_app_configs()
@@ -124,12 +124,12 @@ def duration(text: str) -> float:
 
 
 def patience(text: str) -> float | None:
-    """Return the duration() of *text*; None, which is no limit, for "forever"."""
+    """Return the duration() of *text*; None (no limit) for "forever"."""
     return None if text.strip().lower() == "forever" else duration(text)
 
 
 def add_options(parser: ArgumentParser, which: str) -> None:
-    """Add --json, and --using, which can be given several times; *which* describes the default aliases."""
+    """Add --json, and --using, which may be repeated; *which* describes the default aliases."""
     parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
     text = _("an alias of DISTLOCK; can be given several times (default: %s)") % which
     parser.add_argument("--using", action="append", metavar="ALIAS", help=text)
@@ -157,14 +157,14 @@ def check_can_ask(options: dict[str, Any]) -> None:
 
 
 def is_agreed(question: str) -> bool:
-    """Return whether the answer is y; Ctrl-D is a no."""
+    """Ask *question*; return True if the answer is y. Ctrl-D means no."""
     with suppress(EOFError):
         return input(question).strip().lower() == "y"
     return False
 
 
 def wanted_aliases(using: list[str] | None) -> list[str]:
-    """Return the aliases given by --using, or all; CommandError if there is no such alias."""
+    """Return the aliases given by --using, or all aliases; CommandError for an unknown alias."""
     try:
         known = list(locks)
     except InvalidLockBackend as error:

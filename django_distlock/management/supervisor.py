@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 #: Signals that a terminal itself sends.
 FROM_TERMINAL = [each for each in signal.Signals if each.name in {"SIGINT", "SIGQUIT"}]
-#: Signals that tell the command something, and do not end it.
+#: Signals with a meaning of the command's own, which do not end it.
 USER_DEFINED = [each for each in signal.Signals if each.name in {"SIGUSR1", "SIGUSR2"}]
 #: Signals that are passed on to the command.
 PASSED_ON = [
@@ -32,7 +32,7 @@ PASSED_ON = [
 ]
 #: Signals by which a terminal stops its processes.
 STOPPED_BY = [each for each in signal.Signals if each.name in {"SIGTSTP", "SIGTTIN", "SIGTTOU"}]
-#: run_locked writes these instead of a signal's number: to end the command, and when its lock was extended.
+#: run_locked writes these instead of a signal's number: END the command; the lock was EXTENDED.
 END, EXTENDED = 0, 255
 #: The supervisor writes this when it ends the command because of --max-hold.
 TOO_LONG = 1
@@ -41,12 +41,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervisor:
-    """Runs one command until it ends; if it has to be ended, until its child processes have ended too.
+    """Runs one command until it ends; a command that must be ended, until its child processes have ended too.
 
-    *control* is a socket to run_locked: each byte from there is the number of a signal, END or EXTENDED. Its end of
-    file means that run_locked was killed, and no EXTENDED for *ttl* seconds that it was stopped. After END, one of
-    these, or at *due* (``time.monotonic()``), the command gets SIGTERM, and *grace* seconds later the remaining
-    processes get SIGKILL. TOO_LONG is written back at *due*.
+    *control* is a socket to run_locked: each byte from it is the number of a signal, END or EXTENDED. An end of file
+    means that run_locked was killed, and no EXTENDED for *ttl* seconds means that it was stopped. After END, in these
+    two cases, and at *due* (``time.monotonic()``), the command gets SIGTERM, and *grace* seconds later the remaining
+    processes get SIGKILL. At *due*, the supervisor also writes TOO_LONG.
     """
 
     def __init__(self, control: int, grace: float, ttl: float, due: float | None) -> None:
@@ -54,25 +54,25 @@ class Supervisor:
         self._grace = grace
         self._ttl = ttl
         self._held_until = time.monotonic() + ttl
-        #: When the command is to be ended because of --max-hold, then when it is to be killed.
+        #: When to end the command because of --max-hold, and after SIGTERM: when to kill it.
         self._due = due
         self._is_ending = self._is_killing = False
-        #: False on a terminal: the command shares the group of run_locked, and maybe of other commands.
+        #: False on a terminal: the command is in the group of run_locked, perhaps with other commands.
         self._has_group = os.getpgrp() == os.getpid()
         self._can_list = _lists_processes()
         self._pid = 0
         self._code: int | None = None
 
     def start(self, command: list[str], blocked: set[int]) -> None:
-        """Start *command* with these signals blocked; OSError if it cannot be run."""
+        """Start *command* with the signals *blocked*; OSError if it cannot be run."""
         if sys.platform == "linux":
-            # Processes that lose their own parent become children of this one.
+            # Processes that lose their parent become children of this process.
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.set_inheritable(self._control, False)
         # A terminal must not stop this process together with the command.
         ignored = signal.SIG_IGN
         stopped_by = [each for each in STOPPED_BY if signal.signal(each, ignored) is not ignored]
-        # Python ignores the first two, and the command would inherit that.
+        # Python ignores the first two of these, and the command would inherit that.
         heeded = [signal.SIGPIPE, signal.SIGXFSZ, *stopped_by]
         self._pid = os.posix_spawnp(
             command[0], command, os.environ, setsigdef=heeded, setsigmask=blocked
@@ -106,7 +106,7 @@ class Supervisor:
         return self._held_until if self._due is None else min(self._due, self._held_until)
 
     def _runs(self) -> bool:
-        """Reap processes that have ended, and return whether to go on."""
+        """Reap processes that have ended; return True while the command runs or is being ended."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._pid:
@@ -144,7 +144,7 @@ class Supervisor:
             self._is_killing, self._due = True, None
 
     def _send(self, number: int) -> None:
-        """Send a signal to the command and to what it has started, except processes that have left its group."""
+        """Send a signal to the command and its descendants, except processes that have left its group."""
         if self._has_group:
             # This process is in the group, too, so killpg() never fails as a whole.
             _send(os.killpg, 0, number)
@@ -166,7 +166,7 @@ class Supervisor:
                 _write(f"the command was not sent {name}, and goes on: {error.strerror}")
 
     def _kill(self) -> None:
-        """Kill the children of this process; it inherits their children, and the next call kills those."""
+        """Kill the children of this process, which then inherits their children: call it again until none is left."""
         if self._can_list:
             for pid in _children(os.getpid()):
                 with suppress(PermissionError):
@@ -184,8 +184,8 @@ class Supervisor:
 
 
 def received(control: int) -> bytes:
-    """Return what the other end of the socket *control* has sent; nothing if it is closed."""
-    with suppress(ConnectionResetError):  # the other end has not read everything
+    """Return the bytes that the other end of the socket *control* has sent; b"" if it is closed."""
+    with suppress(ConnectionResetError):  # the other end closed the socket with unread data
         return os.read(control, 512)
     return b""
 
@@ -193,14 +193,14 @@ def received(control: int) -> bytes:
 def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
     kill(pid, number)
     if number == signal.SIGTERM:
-        # A process that is stopped heeds SIGTERM only after this.
+        # A stopped process handles SIGTERM only after SIGCONT.
         kill(pid, signal.SIGCONT)
 
 
 def _lists_processes() -> bool:
-    """Return whether /proc lists the children of this process.
+    """Return True if /proc lists the children of this process.
 
-    Some kernels (CONFIG_PROC_CHILDREN) have no such list, and after unshare(1) it may be that of another process.
+    Kernels without CONFIG_PROC_CHILDREN have no such list, and after unshare(1) it may belong to another process.
     """
     own = os.getpid()
     with suppress(OSError):
@@ -210,7 +210,7 @@ def _lists_processes() -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the child processes of *pid*; none if it has ended, or may not be looked at."""
+    """Return the child processes of *pid*; none if *pid* has ended or /proc hides it."""
     with suppress(OSError):
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         texts = [(thread / "children").read_text() for thread in threads]
@@ -245,7 +245,7 @@ def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
     """Run *command*; *due* may be empty."""
     supervisor = Supervisor(int(control), float(grace), float(ttl), float(due) if due else None)
     woken = _woken_by_signals()
-    # A parent may have blocked it, as it may have ignored it.
+    # The parent process may have blocked SIGCHLD.
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     try:
         supervisor.start(list(command), blocked)

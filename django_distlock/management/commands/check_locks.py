@@ -60,7 +60,7 @@ def _check(alias: str) -> dict[str, Any]:
         report["cannot"] = [each for each in FEATURES if not getattr(backend, f"supports_{each}")]
         try_out(alias, report["milliseconds"])
         if not any(each.backend is backend for each in registry.leases()):
-            backend.close()  # the first lock after a change of the backend begins a new session
+            backend.close()  # the next lock then begins a session, which raises fencing tokens to the clock
     except (LockError, InvalidLockBackend) as error:
         report["error"] = str(error)
     return report
@@ -78,7 +78,7 @@ class StepFailed(LockError):
 
 
 def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
-    """Acquire, contend for, extend, list and release a lock on *alias*; note how many *milliseconds* each step took.
+    """Acquire, contend for, extend, list and release a lock on *alias*; store in *milliseconds* how long each step took.
 
     StepFailed for the first step that fails, InvalidLockBackend for wrong settings.
     """
@@ -95,7 +95,7 @@ def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
 
     backend = locks[alias]
     backend.check_key()
-    # The same at each check of a thread: some backends keep a row for each name.
+    # One name for all checks of a thread, because some backends keep a row for each name.
     name = f"{PURPOSE}:{Holder.current().host}:{os.getpid()}:{threading.get_ident()}"
     with ExitStack() as stack:
         with timed("acquire"):

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 #: The alias of the backend that is made for an advisory lock.
 ALIAS = "migrate_locked"
 BACKEND = "django_distlock.backends.advisory.AdvisoryBackend"
-#: Most seconds between two tries. A wait inside the server would be a transaction, and CREATE INDEX CONCURRENTLY of
-#: the process that migrates waits for all transactions.
+#: Most seconds between two tries. Waiting inside the server would hold a transaction open, and CREATE INDEX
+#: CONCURRENTLY in the process that migrates waits for all transactions.
 LONGEST_PAUSE = 1.0
 
 
@@ -65,7 +65,7 @@ def _command_of_project() -> type[migrate.Command]:
     for name in apps_with_migrate():
         if name != CONTRIB:
             module = import_module(f"{name}.management.commands.migrate")
-            # A command that is a subclass of this one is still being imported.
+            # A module without Command is still being imported: its command is a subclass of this one.
             return getattr(module, "Command", migrate.Command)
     return migrate.Command
 
@@ -99,7 +99,7 @@ class Command(LockCommand, Migrate):
     def handle(self, *args: Any, **options: Any) -> None:
         wait, using = Wait(options.pop("wait")), options.pop("using")
         run = partial(super().handle, *args, **options)
-        # A database that tests make is theirs alone.
+        # Only the tests use a database that they created.
         if options["plan"] or options["check_unapplied"] or tests_run():
             run()
             return
@@ -115,21 +115,21 @@ class Command(LockCommand, Migrate):
             self.stdout.write(_("Nothing to migrate."))
 
     def _is_to_do(self, *args: Any, **options: Any) -> bool:
-        """Return whether there may be something to migrate; this writes nothing to the database."""
+        """Return True if there may be something to migrate; write nothing to the database."""
         if options["prune"] or options["run_syncdb"]:
             return True
-        # In other processes of django-tenants, the exit of --check would be waited for without end.
+        # With other processes, django-tenants would wait for ever after the exit of --check.
         known = {"check_unapplied": True, "verbosity": 0, "executor": "standard"}
         alias = options["database"]
-        # A connection of its own: django-tenants leaves one on the schema in which it found something to do.
+        # A separate connection: django-tenants leaves it on the schema in which it found something to do.
         before, look = connections[alias], connections.create_connection(alias)
-        # PostGIS creates an extension there, and django-tenants a table: not without the lock.
+        # In these methods PostGIS creates an extension and django-tenants a table, which needs the lock.
         vars(look).update(prepare_database=lambda: None, schema_editor=lambda **_: sys.exit(1))
         connections[alias] = look
         try:
             super().handle(*args, **options | known)
         except (SystemExit, DatabaseError):
-            # SQLite refuses to be read while somebody migrates. If it is another error, migrating raises it again.
+            # SQLite refuses reads while somebody migrates. Any other error comes again when migrating.
             return True
         finally:
             look.close()
@@ -140,7 +140,7 @@ class Command(LockCommand, Migrate):
     def _held(
         self, database: BaseDatabaseWrapper, using: str | None, wait: Wait, *, tells: bool
     ) -> Iterator[Lease | None]:
-        """Hold the lock of *database*; CommandError if it stays busy, cannot be had, or is lost."""
+        """Hold the lock of *database*; CommandError if the lock stays busy, fails or is lost."""
         of_migrations: BaseException | None = None
         try:
             attempt = _attempt(database, using)
@@ -170,7 +170,7 @@ class Command(LockCommand, Migrate):
         *,
         tells: bool,
     ) -> Lease | None:
-        """Return what *acquire* returns, after as many tries as it takes until *wait* is over."""
+        """Call *acquire* until it returns a lease, and return that; raise its error once *wait* is over."""
         was_busy = False
         while True:
             try:
@@ -181,7 +181,7 @@ class Command(LockCommand, Migrate):
                     busy.waited = wait.waited
                     raise
             except LockBackendError:
-                # A server that has answered before is waited for while it is started again.
+                # If the server answered before, wait while it is restarted.
                 if not was_busy or wait.is_over:
                     raise
             if tells:
@@ -189,13 +189,13 @@ class Command(LockCommand, Migrate):
                 self.stdout.flush()
                 tells = False
             if not database.in_atomic_block:
-                database.close()  # a server may not bear it idle for so long
+                database.close()  # a server may close connections that are idle for so long
             time.sleep(wait.next_pause(longest=LONGEST_PAUSE))
 
 
 @contextmanager
 def _checked_before_each(database: BaseDatabaseWrapper, lease: Lease | None) -> Iterator[None]:
-    """Raise CommandError when a migration of *database* is to begin and *lease* is lost."""
+    """In the block, raise CommandError before a migration of *database* begins, if *lease* is lost."""
     schema_editor, pid = database.schema_editor, os.getpid()
 
     def checked(*args: Any, **kwargs: Any) -> BaseDatabaseSchemaEditor:
@@ -215,7 +215,7 @@ def _checked_before_each(database: BaseDatabaseWrapper, lease: Lease | None) -> 
 
 
 def _check(lease: Lease) -> None:
-    """Raise LockLost unless *lease* is held: the server says so, or our clock if the server does not answer."""
+    """Raise LockLost unless *lease* is held: ask the server, or our clock if the server does not answer."""
     try:
         lease.extend()
     except (LockBackendError, NotSupported):
@@ -223,7 +223,7 @@ def _check(lease: Lease) -> None:
 
 
 def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
-    """Return a function that tries to hold the lock of *database*: of the alias *using*, or one that needs no tables."""
+    """Return a function that tries once to hold the lock of *database*: on the alias *using*, or a lock without tables."""
     name = f"migrate:{database.settings_dict['NAME']}"
     if using is None and database.vendor == "sqlite":
         with database.cursor() as cursor:
@@ -242,7 +242,7 @@ def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
 
 @contextmanager
 def _file(path: str, name: str) -> Iterator[None]:
-    """Hold a lock on the file *path*, which SQLite makes, and which ends with the process."""
+    """Hold an exclusive lock of SQLite on the file *path*, which SQLite creates; the lock ends with the process."""
     with ExitStack() as stack:
         try:
             file = sqlite3.connect(path, timeout=0, isolation_level=None)

@@ -108,12 +108,12 @@ class Command(LockCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         options["command"] = _without_dashes(options["command"])
-        # argparse takes the first word after "--" for the name if there is none before.
+        # Without a name before "--", argparse takes the first word after it for the name.
         has_name = len(options["command"]) >= self._after_dashes
         if problem := _problem(options, has_name=has_name):
             raise CommandError(problem, returncode=WRONG_ARGUMENTS)
         pauses = Wait(None)
-        #: The signals that were to end the command.
+        #: The signals received that mean to end the command.
         ended_by: list[int] = []
         code: int | None = None
         with _signals_heeded():
@@ -133,7 +133,7 @@ class Command(LockCommand):
             sys.exit(code)
 
     def _run_once(self, ended_by: list[int], options: dict[str, Any]) -> int | None:
-        """Run the command under the lock, and return what run() returns; CommandError if the lock was lost or not acquired."""
+        """Run the command under the lock, and return the result of run(); CommandError if the lock is lost or not acquired."""
         words = "using", "ttl", "limit", "min_hold", "max_hold"
         terms = {word: options[word] for word in words if options[word] is not None}
         command, grace, longest = options["command"], options["grace"], options["max_hold"]
@@ -163,8 +163,8 @@ class Command(LockCommand):
 def _signals_heeded() -> AbstractContextManager[None]:
     """Until the command runs, and between its runs, raise SystemExit at signals that end a process, and drop others.
 
-    So a wait for the lock leaves nothing on the server. It also ends in a process with the id 1, to which the kernel
-    sends only signals that it handles. What is ignored stays ignored, except SIGCHLD, without which wait() gets no
+    So a wait for the lock ends without traces on the server, also in a process with the id 1, to which the kernel
+    sends only signals that it handles. Ignored signals stay ignored, except SIGCHLD, without which wait() gets no
     exit codes. Python itself raises KeyboardInterrupt at SIGINT.
     """
 
@@ -179,7 +179,7 @@ def _signals_heeded() -> AbstractContextManager[None]:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals to pass on to the command. It ignores those that this process ignores, as under nohup."""
+    """Return the signals to pass on to the command: all that this process does not ignore, as under nohup."""
     return [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]
 
 
@@ -194,7 +194,7 @@ def _handled(handlers: Handlers) -> Iterator[None]:
 
 
 def _without_dashes(words: list[str]) -> list[str]:
-    """Return *words* without a "--" in front, which Python 3.11 leaves there behind an option."""
+    """Return *words* without a leading "--", which Python 3.11 leaves there after an option."""
     return words[1:] if words[0] == "--" else words
 
 
@@ -218,19 +218,19 @@ def run(
 ) -> int | None:
     """Run *command* and return its exit code, as a shell does; end it if *lease* is lost.
 
-    Also end it *limit* seconds after the begin of *lease*; then return None. *ended_by* gets the signals that this
-    process was sent to end the command.
+    Also end the command *limit* seconds after *lease* began, and return None. Signals to this process that mean to
+    end the command are appended to *ended_by*.
     """
-    # A point in time, not a duration: the supervisor begins later than the lease.
+    # A point in time, not a duration, because the supervisor begins later than the lease.
     spent = lease.ttl - lease.remaining
     due = None if limit is None else time.monotonic() + limit - spent
     told = {"NAME": lease.name, "FENCING_TOKEN": lease.fencing_token, "PLACE": lease.place}
     known = {f"DISTLOCK_{word}": str(value) for word, value in told.items() if value is not None}
-    # The end of file in this socket tells the supervisor that this process was killed.
+    # An end of file on this socket tells the supervisor that this process was killed.
     control, heard = socket.socketpair()
 
     def send(number: int) -> None:
-        # The command may have ended, and the socket be closed on this side, too.
+        # Either side may have closed the socket, if the command has ended.
         with suppress(OSError):
             control.send(bytes([number]))
 
@@ -243,9 +243,9 @@ def run(
     terms = str(heard.fileno()), str(grace), str(lease.ttl), "" if due is None else str(due)
     with control, _terminal() as terminal, _handled(dict.fromkeys(_heeded(), pass_on)):
         with heard:
-            # A terminal serves only the group in its foreground, and stops what reads from it elsewhere: the command
-            # stays in the group of this process, which a shell can bring to the foreground. Without a terminal
-            # it gets a group of its own, so that signals reach its children, too.
+            # A terminal serves only its foreground group, and stops other processes that read from it. So the command
+            # stays in the group of this process, which a shell can bring to the foreground. Without a terminal,
+            # the command gets its own group, so that signals reach its children, too.
             child = subprocess.Popen(  # noqa: S603 - no shell
                 [sys.executable, "-I", supervisor.__file__, *terms, *command],
                 env={**os.environ, **known},
@@ -265,7 +265,7 @@ def run(
 
 
 def _terminal() -> AbstractContextManager[FileIO | None]:
-    """Open the terminal that this process belongs to, which may be none of its files, as in a pipeline."""
+    """Open the terminal that controls this process: in a pipeline, stdin and stdout are not the terminal."""
     try:
         return FileIO("/dev/tty")
     except OSError:
@@ -273,7 +273,7 @@ def _terminal() -> AbstractContextManager[FileIO | None]:
 
 
 def _is_in_front(terminal: FileIO | None) -> bool:
-    """Return whether *terminal* itself sends its signals to this process and its group."""
+    """Return True if *terminal* itself sends its signals to this process and its group."""
     with suppress(OSError):
         return terminal is not None and os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     return False
@@ -282,7 +282,7 @@ def _is_in_front(terminal: FileIO | None) -> bool:
 def _wait(child: subprocess.Popen[bytes], lease: Lease, send: Callable[[int], None]) -> None:
     """Wait for the end of *child*, and send EXTENDED after each extension of *lease*."""
     deadline = lease.deadline
-    # Python handles a signal that comes just before a wait only after the wait, so no wait here is long.
+    # Python handles a signal that comes just before a wait only after the wait, so each wait here is short.
     waiter = threading.Thread(target=child.wait, daemon=True)
     waiter.start()
     while waiter.is_alive():
