@@ -42,10 +42,12 @@ def get_or_compute(
 
     Meanwhile the others get the old value, for up to *stale* more seconds. Without an old value they wait for
     *wait* seconds (-1: TIMEOUT of the alias *using*, None: no limit), then LockNotAcquired is raised.
-    *compute* is called without arguments, under the lock; what it raises comes out, and nothing is stored.
+    *compute* is called without arguments, under the lock; if it raises, nothing is stored and the caller gets the
+    exception.
 
     *if_down*: while the lock server fails, "old" returns the old value, and raises LockBackendError if there is
-    none; "compute" has each caller compute. *key* is for this function alone: what others store there counts as missing; ``cache.delete(key)`` has the next caller compute.
+    none; with "compute", each caller computes. *key* is for this function alone: values that other code stores there
+    count as missing; after ``cache.delete(key)``, the next caller computes.
     """
     if iscoroutinefunction(compute):
         raise TypeError("get_or_compute() calls a function; write await aget_or_compute(...).")
@@ -129,14 +131,14 @@ class _Entry:
         if if_down not in {"old", "compute"}:
             raise ValueError(f'if_down must be "old" or "compute", not {if_down!r}.')
         self._computes_if_down = if_down == "compute"
-        # With the prefix and version of the cache: the key of another tenant is another one.
+        # With the prefix and version of the cache, so that each tenant has its own lock.
         self._name = f"cache:{cache}:{self.cache.make_key(key)}"
         self._terms: dict[str, Any] = {"using": using, "reentrant": False}
         if wait != -1:
             self._terms["timeout"] = wait
 
     def lock(self, copy: object) -> Lock:
-        """Return the lock of the computation, which is not waited for if there is a *copy*."""
+        """Return the lock of the computation; with a *copy*, it is tried only once."""
         return Lock(self._name, **(self._terms | {"timeout": 0} if copy else self._terms))
 
     def instead(self, copy: _Copy | None, problem: LockError) -> _Copy | None:
@@ -154,21 +156,21 @@ class _Entry:
 
 
 def _known(stored: object) -> tuple[Any, float] | None:
-    """Return what to_store() made; None if *stored* is anything else, such as a value of ``cache.set()``."""
+    """Return *stored* if to_store() made it; None for anything else, such as a value of ``cache.set()``."""
     match stored:
-        case (value, float() as until):  # some serializers make a list of it
+        case (value, float() as until):  # some serializers turn the tuple into a list
             return value, until
     return None
 
 
 def _fresh(copy: _Copy | None) -> _Copy | None:
-    """Return *copy*, a value and the time.time() until which it is fresh, or None."""
+    """Return *copy*, a value with the time.time() until which it is fresh; None if that time is over."""
     return copy if copy is not None and time.time() < copy[1] else None
 
 
 @contextmanager
 def noted(lease: Lease) -> Iterator[None]:
-    """Log that *lease* was lost or could not be released, instead of raising it: the work under it is done."""
+    """Log that *lease* was lost or could not be released, instead of raising: the work under the lock is done."""
     try:
         yield
     except LockError as problem:

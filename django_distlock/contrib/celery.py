@@ -87,16 +87,16 @@ def unique_task(
     at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Any:
-    """Make a shared task that is queued or running at most once: its lock is held from when it is sent until it has ended.
+    """Make a shared task that is queued or running at most once: its lock is held from the sending until the end.
 
-    Sending it again meanwhile returns the AsyncResult of the one that is under way. *name* may have
-    fields for arguments, ``"import:{shop_id}"``, or be a lambda that is called with them; without *name*,
-    the lock has the name of the function and all its arguments. *lease*: seconds
-    for which a message that is never run keeps the name, counted from its eta; while the task runs, its
-    lease is renewed. *options* are those of ``shared_task()``.
+    Sending the task again meanwhile returns the AsyncResult of the first message. *name* may have fields for
+    arguments, ``"import:{shop_id}"``, or be a lambda that is called with the arguments; without *name*, the lock
+    has the name of the function and all its arguments. *lease*: seconds for which a message that no worker runs
+    keeps the name, counted from its eta; while the task runs, its lease is renewed. *options* are those of
+    ``shared_task()``.
 
     *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
-    then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
+    then, too, but the next body waits until this one has ended: all calls meanwhile lead to one more run.
 
     *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
     by default ten times *debounce*. A call while the body runs leads to another run, as with *again*.
@@ -139,10 +139,10 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def apply_async(
         self, args: Any = None, kwargs: Any = None, task_id: str | None = None, **options: Any
     ) -> Any:
-        """Send the task; if it is already under way, return the AsyncResult of that one instead.
+        """Send the task, and return its AsyncResult; if the task is already under way, only return that AsyncResult.
 
-        A step of a chain, a group or a chord is always sent, as others wait for it: it runs when the task that is
-        under way has ended. ValueError for an id that is too long, and for a countdown or eta with debounce.
+        A step of a chain, a group or a chord is always sent, because other tasks wait for it: it runs after the task
+        that is under way. ValueError for an id that is too long, and for a countdown or eta with debounce.
         """
         headers, task_id = options.pop("headers", None) or {}, task_id or uuid()
         name = self._name_for(args or (), kwargs or {}, task_id)
@@ -164,7 +164,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request, text, name, first = self.request, "", "", None
-        is_function = request.called_directly or request.get("distlock_name")  # maybe by itself
+        is_function = request.called_directly or request.get("distlock_name")  # by its own body
         if not is_function:
             text, name, first = unpacked((request.headers or {}).pop(HEADER, ""))
         lock = Lock(name or self.once.name_for(args, kwargs), **self.once.terms(self.name))
@@ -191,7 +191,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         return result
 
     def _under_way(self, busy: LockNotAcquired) -> Any:
-        """Return the AsyncResult of the task that has the lock; raise *busy* if something else has it."""
+        """Return the AsyncResult of the task that has the lock; raise *busy* if other code has it."""
         if (under_way := self._id_of(busy.holder)) is None:
             raise busy
         self.once.note_under_way(busy)
@@ -232,10 +232,10 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         return (is_again and request.get("distlock_name")) or self.once.name_for(args, kwargs)
 
     def _lock(self, name: str, task_id: str, options: dict[str, Any]) -> tuple[Lease | None, str]:
-        """Return the lease of a message and its text; LockNotAcquired if another task has the name."""
+        """Return the lease for a message and the lease's text; LockNotAcquired if another task has the name."""
         seconds = self._seconds_to_keep(options)
         if task_id == self.request.id:
-            # The running task is sent again, and keeps the lock if it has it.
+            # The running task is sent again: it passes on the lock that it has.
             own = self.request.get("distlock_lease")
             if own and own.held and own.name == name:
                 try:
@@ -253,7 +253,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             return lease, hand_over(lease, seconds)
 
     def _take(self, lock: Lock) -> Lease:
-        """Return a lease of *lock*; a task that has stored its result is given time to release it."""
+        """Return a lease of *lock*; if its holder has stored its result, wait a moment for the release."""
         try:
             return lock.take(0)
         except LockNotAcquired as busy:
@@ -286,7 +286,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         return float((moment - self.app.now()).total_seconds())
 
     def _arrive(self, lock: Lock, text: str) -> Lease:
-        """Return the lease in the *text* that the message brought, or a new one."""
+        """Return the lease in the *text* of the message, or a new lease."""
         request = self.request
         if text:
             with unless_ended(lock, text):
@@ -296,8 +296,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             lease = request.distlock_lease = lock.take(0)
         except LockNotAcquired as busy:
             self._leave_out_copy(lock)
-            # A step of a workflow must run, as others wait for it. A copy of the task that holds the lock must
-            # run if that task died with its worker. Any other message has lost the lock to a later one.
+            # A step of a workflow must run, because other tasks wait for it. A copy of the task that holds the lock
+            # must run if that task died with its worker. Any other message has lost the lock to a later message.
             is_step = request.group or request.chord or request.callbacks
             is_copy = self._id_of(busy.holder) == request.id
             if request.is_eager or not (is_step or is_copy or request.chain is not None):
@@ -308,15 +308,15 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         return lease
 
     def _send_again(self, wait: float) -> Never:
-        """Put the message back into the queue for *wait* seconds, with the lock if it has it."""
+        """Put the message back into the queue for *wait* seconds, with the lock if the task has it."""
         again = self.signature_from_request(self.request)
         self.apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
         raise Ignore
 
     def _begin(self, lease: Lease, body: Lock | None) -> Lease | None:
-        """Release *lease*, that of the name, and return a lease of *body*.
+        """Release *lease*, the queued-once lock, and return a lease of *body*, the lock for the run.
 
-        If *body* is busy, put the message back into the queue, with *lease*.
+        If *body* is busy, send the message again, with *lease*.
         """
         request, held = self.request, None
         if body is not None:
@@ -329,14 +329,14 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         try:
             lease.release()
         except LockBackendError as down:
-            # Until the name is free, a call is left out, which a body that has begun may not see.
+            # Until the name is free, calls send no message, and this body may not see what they wanted.
             if held is not None:
                 held.leave(down)
             if request.is_eager:
                 raise
             self._send_again(LOOK_AGAIN)
         except LockError:
-            pass  # it was lost, which is logged, or could not be sent again
+            pass  # the lease was lost, which is logged, or could not be handed to another message
         return held
 
     def _leave_out_copy(self, lock: Lock) -> None:
@@ -354,7 +354,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
 
 
 def _is_step(options: dict[str, Any]) -> bool:
-    """Return whether *options* make the message a step of a workflow, for whose end other tasks wait."""
+    """Return True if *options* make the message a step of a workflow, whose other tasks wait for its end."""
     has_others = any(options.get(key) for key in ("group_id", "chord", "link"))
     return has_others or options.get("chain") is not None
 
@@ -371,7 +371,7 @@ def handover(lease: Lease, ttl: float | timedelta | None = None) -> dict[str, st
 def attached(task: Any) -> Lease:
     """Return the lease that handover() has sent to the running *task*; use it with ``with``.
 
-    LockLost if it has ended meanwhile, or another copy of the message has it.
+    LockLost if the lease has ended meanwhile, or another copy of the message has it.
     """
     text = unpacked((task.request.headers or {}).get(HEADER, "")).text
     if not text:
@@ -381,12 +381,12 @@ def attached(task: Any) -> Lease:
 
 
 def _pause(busy: LockNotAcquired) -> float:
-    """Return after how many seconds a message whose lock is *busy* tries again; random, so that not all try at once."""
+    """Return after how many seconds a message whose lock is *busy* tries again: random, so that not all try at once."""
     return min(busy.remaining or LOOK_AGAIN, LOOK_AGAIN) * random.uniform(0.5, 1)  # noqa: S311
 
 
 def _give_way(name: str) -> None:
-    """Release the lock *name* if the running task has it: its body has ended, and it now sends a linked task."""
+    """Release the lock *name* if the running task still has it: the body has ended, and Celery sends a linked task."""
     lease = current_task and current_task.request.get("distlock_ended")
     if lease and lease.name == name:
         lease.leave(Ignore())

@@ -36,12 +36,12 @@ TIMES = "waited", "held", "took"
 PATIENCE = 0.2
 #: The panel of the running request.
 _current: ContextVar[LocksPanel | None] = ContextVar("distlock_panel", default=None)
-#: The rows in panels of the leases that still exist: another thread may release or lose them.
+#: The panels' rows of leases that still exist: another thread may release or lose these.
 _rows: WeakKeyDictionary[Lease, Row] = WeakKeyDictionary()
 
 
 class LocksPanel(Panel):
-    """Each lock of the request: how long it was waited for and held, and what became of it."""
+    """Shows each lock of the request: the time it was waited for and held, and its outcome."""
 
     is_async = True
     title = gettext_lazy("Locks")
@@ -79,7 +79,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _add(state: str, about: object, *, name: str, **facts: Any) -> Row | None:
-    """Add a row to the panel of the running request; return it, or None if there is none."""
+    """Add a row to the panel of the running request, and return the row; None without a panel."""
     if (panel := _current.get()) is None:
         return None
     row: Row = {word: facts[word] for word in ("using", "waited", "requests")}

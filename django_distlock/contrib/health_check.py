@@ -15,7 +15,7 @@ from django_distlock.management.commands.check_locks import StepFailed, try_out
 
 @dataclass
 class Locks(HealthCheck):  # type: ignore[misc]  # it has no types
-    """Acquire, contend for, extend, list and release a lock of its own on the alias *using*.
+    """Acquire, contend for, extend, list and release a test lock on the alias *using*.
 
     The page shows which step failed; the log of django-health-check has the error of the server.
     """

@@ -60,17 +60,17 @@ if TYPE_CHECKING:
     Scope = str | Callable[[HttpRequest], str | Awaitable[str]] | None
 
 HEADER, REPLAYED = "Idempotency-Key", "Idempotency-Replayed"
-#: Bytes of a body that is stored; in the cache it is a third longer, and memcached takes no more than 1 MB.
+#: Bytes of the largest body that is stored; in the cache it is a third longer, and memcached takes at most 1 MB.
 LARGEST = 500_000
 _HEADER = re.compile(r"(?!HTTP_)[A-Za-z0-9_-]+")
-#: Visible ASCII without quotes, commas and backslashes: a String of RFC 8941 needs no escapes, and two headers
-#: that a server has joined are no key.
+#: Visible ASCII without quotes, commas and backslashes: so a String of RFC 8941 needs no escapes, and two headers
+#: that a server has joined do not pass as one key.
 _KEY = re.compile(r"[!#-+\--\[\]-~]{1,255}", re.ASCII)
 _SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
-#: Answers after which a client sends the same request again: to log in, or later.
+#: Answers after which a client sends the same request again, after a login or later; they are not stored.
 _PASSING = {401, 408, 409, 423, 425, 429}
 _PAGE = f"{DOCS}howto/idempotency.html#"
-#: What a refused request is told, by the anchor on that page.
+#: The texts of refusals, by their anchors on that page.
 _TITLES = {
     "missing-key": gettext_lazy("This request needs the header %(header)s."),
     "wrong-key": gettext_lazy(
@@ -87,7 +87,7 @@ _TITLES = {
         "Whether this was done before cannot be found out now; try again later."
     ),
 }
-#: The attribute of a request that one idempotent() works on: others around its view let it pass.
+#: The attribute of a request that an idempotent() handles: another idempotent() inside it lets the request pass.
 _MARK = "distlock_is_idempotent"
 
 
@@ -104,10 +104,10 @@ def idempotent(
     """Run a view once for each Idempotency-Key; repetitions get the stored answer, for *keep* seconds.
 
     The answer is stored in the *cache*, under a lock of the alias *using*, after the transaction was committed.
-    Keys are those of the logged-in user; *scope* is a text instead, for keys of all clients, or a function of
-    the request that returns one. GET, HEAD, OPTIONS and TRACE pass.
+    Each logged-in user has separate keys; with a text as *scope*, all clients share their keys; *scope* may also be
+    a function of the request that returns such a text. GET, HEAD, OPTIONS and TRACE pass.
 
-    *header*: the header that has the key. *required*: whether a request without one is refused (400), or passes.
+    *header*: the header with the key. *required*: whether a request without a key is refused (400), or passes.
     *if_down*: while the cache or the lock server fails, "refuse" answers 503, "run" runs the view. ValueError for
     a request without a user.
     """
@@ -164,7 +164,7 @@ class _Once:
         self.terms.check_against(backend)
 
     def check(self) -> Iterator[CheckMessage]:
-        """Report a cache that is missing, or forgets answers."""
+        """Report a cache that is missing or would lose answers."""
         hint = "Give it the alias of a cache that all processes share and that deletes nothing early: cache=."
         what = f"{self.title}(): its answers are stored in the cache {self.cache!r}, "
         try:
@@ -205,7 +205,7 @@ class _Once:
         return request
 
     def key_in(self, args: tuple[Any, ...]) -> str | HttpResponse:
-        """Return the key of the request, "" if the request passes without one, or the response that refuses it."""
+        """Return the key of the request, "" if the request passes without a key, or a response that refuses it."""
         request = self.request_in(args)
         sent = request.headers.get(self._header)
         passes = request.method in _SAFE or getattr(request, _MARK, None) is request.META
@@ -214,7 +214,7 @@ class _Once:
         if sent is None:
             return self.refusal(args, 400, "missing-key")
         key = sent.strip()
-        # The draft wants it in quotes, and most clients send it bare.
+        # The draft of the standard puts the key in quotes, and most clients send it bare.
         if len(key) > 1 and key[0] == key[-1] == '"':
             key = key[1:-1]
         return key if _KEY.fullmatch(key) else self.refusal(args, 400, "wrong-key")
@@ -223,7 +223,7 @@ class _Once:
         return problem(args, status, _TITLES[kind] % {"header": self._header}, f"{_PAGE}{kind}")
 
     def owner(self, request: Any) -> str:
-        """Return a text for the user, or the scope, that the key belongs to; ValueError if there is none."""
+        """Return a text for the user or scope that the key belongs to; ValueError without a user and a scope."""
         return self._owned(self._scope(request))
 
     async def aowner(self, request: Any) -> str:
@@ -245,7 +245,7 @@ class _Once:
                 f"{self.title}(): a request is of nobody ({whose!r}), so clients would get each other's answers; "
                 "put @idempotent below what logs the user in, or give scope=."
             )
-        # A project may authenticate objects of several models, whose numbers are the same.
+        # A project may authenticate objects of several models, whose primary keys may be equal.
         return f"{title_of(found.__class__) if is_user else 'scope'} {whose}"
 
 
@@ -260,19 +260,19 @@ class _Asked:
         self._once, self._args = once, args
         self._request = request = once.request_in(args)
         self.cache: BaseCache = caches[once.cache]
-        # A token in the owner is shown nowhere.
+        # Hashed, so that no page shows a token in *owner*.
         digest = hashlib.sha256(json.dumps([owner, key]).encode()).hexdigest()
         self._entry = f"idempotent:{digest}"
         self._fingerprint = fingerprint(args)
         terms = replace(once.terms, purpose=f"{request.method} {request.path}")
-        # With the prefix and version of the cache: the key of another tenant is another one.
+        # With the prefix and version of the cache, so that each tenant has its own lock.
         self.lock = terms.lock(f"idempotent:{once.cache}:{self.cache.make_key(digest)}")
 
     def begin(self, stack: ExitStack) -> HttpResponse | Lease | None:
-        """Return the answer to a repetition, a refusal, or the lease under which the view runs; None: run it without a lock."""
+        """Return the stored answer, a refusal, or the lease to run the view under; None: run the view without a lock."""
         self._mark(stack)
         try:
-            # In a table it is looked for under the lock alone: a transaction may go on reading what it has read.
+            # In a database cache inside a transaction, look only under the lock: the transaction may repeat its first read.
             if not self._is_in_transaction() and (answer := self._known()):
                 return answer
             lease = stack.enter_context(self.lock)
@@ -326,16 +326,16 @@ class _Asked:
         return self._once.refusal(self._args, 503, "unavailable")
 
     def _to_keep(self, response: Any) -> str | None:
-        """Return what to store; None for an answer after which the request may be sent again."""
+        """Return the text to store; None for an answer after which the client may send the request again."""
         status = response.status_code
-        # After 202, a client asks for the outcome later; it does not send the request again.
+        # After 202 with Retry-After, a client asks for the outcome; it does not send the request again.
         is_for_later = status >= 400 and response.has_header("Retry-After")
         if status >= 500 or status in _PASSING or is_for_later:
             return None
         body = None
         if len(response.content) <= LARGEST:
             body = base64.b64encode(response.content).decode()
-        # Cookies, which are kept apart, are for the first client alone.
+        # Cookies are for the first client alone; Django keeps them outside the headers.
         headers = {name: value for name, value in response.items() if name.lower() != "set-cookie"}
         answer = {"request": self._fingerprint, "status": status, "headers": headers, "body": body}
         return json.dumps(answer)
@@ -343,7 +343,7 @@ class _Asked:
     def keep(self, response: Any) -> None:
         """Store the answer when the transactions that are open here are committed."""
         open_ones, kept = still_open(None), self._to_keep(response)
-        # Django REST framework answers an exception, and has the transaction rolled back.
+        # Django REST framework turns an exception into a response, and marks the transaction for rollback.
         if kept is None or any(each.needs_rollback for each in open_ones):
             return
 
@@ -357,7 +357,7 @@ class _Asked:
         elif not self._is_in_transaction():
             call_at_end(open_ones, store)
         elif not self._add(kept):
-            # It is committed with the work, or both are rolled back.
+            # The answer is committed with the work, or both are rolled back.
             msg = f"The answer of {self._once.title}() could not be stored with its work, which is rolled back."
             raise LockError(msg)
 
@@ -367,11 +367,11 @@ class _Asked:
                 self._noticed(await self.cache.aadd(self._entry, kept, self._once.keep))
 
     def _add(self, kept: str) -> bool:
-        # Other than set(), it tells of a failure, and leaves the answer that clients may have got.
+        # Unlike set(), add() reports a failure, and keeps an answer that clients may have got.
         return self.cache.add(self._entry, kept, self._once.keep)
 
     def _is_in_transaction(self) -> bool:
-        """Return whether the cache is a table of a database that has an open transaction here."""
+        """Return True if the cache is a table in a database with an open transaction here."""
         if not isinstance(self.cache, BaseDatabaseCache):
             return False
         alias = router.db_for_write(self.cache.cache_model_class)
@@ -383,7 +383,7 @@ class _Asked:
 
     @contextmanager
     def _missing(self) -> Iterator[None]:
-        """Log that the answer was not stored, instead of raising it: the work is done, and the client gets the answer."""
+        """Log that the answer was not stored, instead of raising: the work is done, and the client gets the answer."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - caches raise anything
@@ -411,7 +411,7 @@ def _sync(once: _Once) -> Callable[..., Any]:
                 response = rendered(once.checked(once.view(*args, **kwargs)), args)
                 asked.keep(response)
                 if lease:
-                    lease.check()  # work without a transaction is done, and its answer stays
+                    lease.check()  # LockLost rolls the transaction back; without one, the answer stays stored
                 return response
 
             response = once.transactions.inside(args, body)(*args, **kwargs)
@@ -431,7 +431,7 @@ def _async(once: _Once) -> Callable[..., Any]:
             return key
         if not key:
             return await once.view(*args, **kwargs)
-        # The view goes on if its client does not wait, for which Django cancels this task.
+        # If the client disconnects, Django cancels this task; the view goes on.
         return await asyncio.shield(kept_task(_run(once, key, args, kwargs)))
 
     return call
@@ -463,11 +463,11 @@ def _reading() -> Iterator[None]:
 
 
 def rendered(response: Any, args: tuple[Any, ...]) -> Any:
-    """Return *response* with its content: that of a template and of Django REST framework has none yet."""
+    """Return *response* rendered: a template response, or one of Django REST framework, has no content before."""
     if getattr(response, "is_rendered", True):
         return response
     for request in args[:2]:
-        # What finalize_response() of Django REST framework will do again.
+        # Needed by render(); finalize_response() of Django REST framework does the same later.
         if renderer := getattr(request, "accepted_renderer", None):
             response.accepted_renderer = renderer
             response.accepted_media_type = request.accepted_media_type
@@ -477,7 +477,7 @@ def rendered(response: Any, args: tuple[Any, ...]) -> Any:
 
 
 def fingerprint(args: tuple[Any, ...]) -> str:
-    """Return a digest of method, address, type and body, the same each time that a request is sent."""
+    """Return a digest of method, address, type and body: the same whenever the client sends the request again."""
     request: Any = find_request(args)
     digest = hashlib.sha256()
     what = [request.method, request.get_full_path(), request.content_type]
@@ -488,17 +488,17 @@ def fingerprint(args: tuple[Any, ...]) -> str:
 
 def _body(request: Any, args: tuple[Any, ...]) -> bytes:
     if request.content_type == "multipart/form-data" and request.method == "POST":
-        # Its body may be too large for the memory, and CsrfViewMiddleware has read it.
+        # The body may be too large for the memory, and CsrfViewMiddleware has read it.
         return _parsed([[*request.POST.lists()], [*request.FILES.lists()]])
     try:
         body: bytes = request.body
     except RawPostDataException:
-        # Django REST framework has parsed it, as for a permission.
+        # Django REST framework has parsed the body, for example for a permission.
         for each in args[:2]:
             if hasattr(each, "_request"):
                 return _parsed([*each.data.lists()] if hasattr(each.data, "lists") else each.data)
         raise
-    # A client that makes the body again separates its parts by another text.
+    # A client that builds the body again chooses another boundary.
     boundary = request.content_params.get("boundary", "").encode()
     return body.replace(boundary, b"") if boundary else body
 

@@ -62,15 +62,15 @@ logger = logging.getLogger("django_distlock")
 
 #: What clock.postmark() returns.
 Postmark = tuple[float, str, float]
-#: The header or argument with the text of Lease.detach(), and what packed() adds. It is as secret as the queue.
+#: The header or argument with the result of packed(). It is as secret as the queue.
 HEADER = "distlock"
-#: Salt of the signature of what packed() adds.
+#: Salt of the signature in packed().
 SALT = "django_distlock.task"
 #: Seconds that a message may wait in the queue, unless the task says otherwise.
 LEASE = 3600.0
 #: How many times debounce a body is put off at most, unless the task says otherwise.
 AT_MOST = 10
-#: Characters of a name with all arguments before it is cut, and ends with its digest.
+#: A name with all arguments is cut after so many characters; its digest follows.
 LONGEST_CALL = 200
 #: The arguments of a bare @unique_task.
 _DEFAULTS = {
@@ -81,7 +81,7 @@ _DEFAULTS = {
     "debounce": None,
     "at_most": None,
 }
-#: What to write instead of arguments of lock(), which the decorator of a task would drop or refuse.
+#: What to write instead of the arguments of lock(), which the decorator of a task would drop or refuse.
 _AT_A_TIME = "put @distributed_lock below the decorator of the task"
 _INSTEAD = {
     "ttl": "use lease: how long a message keeps the name; while it runs, its lease is renewed",
@@ -97,7 +97,7 @@ _INSTEAD = {
 
 
 def checked_lease(name: object, words: dict[str, Any]) -> float:
-    """Return the *lease* in *words*, the arguments of unique_task(), in seconds; TypeError or ValueError for wrong ones."""
+    """Check *words*, the arguments of unique_task(), and return their *lease* in seconds; TypeError or ValueError."""
     for word in words:
         if word in _INSTEAD:
             raise TypeError(f"unique_task() has no {word!r}; {_INSTEAD[word]}.")
@@ -135,7 +135,7 @@ def _checked_debounce(debounce: Any, at_most: Any, until: str) -> tuple[float, f
 
 
 def is_decorated(name: object) -> TypeGuard[Callable[..., Any]]:
-    """Return whether *name*, the first argument of unique_task(), is the decorated function, and no name of a lock."""
+    """Return True if *name*, the first argument of unique_task(), is the decorated function, not a name for the lock."""
     return callable(name) and getattr(name, "__name__", "") != "<lambda>"
 
 
@@ -155,9 +155,9 @@ class Once:
         debounce: float | timedelta | None = None,
         at_most: float | timedelta | None = None,
     ) -> None:
-        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*; None: all of them.
+        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*; None: all arguments.
 
-        TypeError or ValueError for a wrong time, or if *until*, *again*, *debounce* and *at_most* do not go together.
+        TypeError or ValueError for a wrong time, or if *until*, *again*, *debounce* and *at_most* contradict each other.
         """
         self.lease, self.using, self.title = lease, using, title_of(function)
         if until not in {"start", "end"}:
@@ -175,7 +175,7 @@ class Once:
         # The sender of the task passes no first argument.
         called = MethodType(function, object()) if is_bound else function
         self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
-        #: What stands for all its locks in metrics; "" if it is not known.
+        #: The label of all locks of the task in metrics; "" if it is not known.
         self.template = ""
         if name is None:
             self._name_for = partial(_name_of_call, self.title, signature_of(called))
@@ -203,7 +203,7 @@ class Once:
         return checked_name(self._name_for(args, kwargs))
 
     def terms(self, purpose: str) -> dict[str, Any]:
-        """Return the arguments of its lock; NotSupported if its lease cannot be sent."""
+        """Return the arguments of the lock; NotSupported if its lease cannot be sent."""
         backend = locks[self.using]
         self._check_lease(backend)
         # While the task runs, its lease is renewed.
@@ -211,7 +211,7 @@ class Once:
         return {"using": self.using, "ttl": ttl, "purpose": purpose, "template": self.template}
 
     def body_lock(self, lock: Lock) -> Lock | None:
-        """Return the lock to hold while the body runs: *lock*, with again another one, or None if bodies may overlap."""
+        """Return the lock to hold while the body runs: *lock*, another one with *again*, None if bodies may overlap."""
         if not self.frees_at_start:
             return lock
         if not self.again:
@@ -221,13 +221,13 @@ class Once:
         return terms.lock(f"{lock.name}:running")
 
     def beside(self, held: Lease, lock: Lock) -> Lock | nullcontext[None]:
-        """Return what else to enter around the body, by ``with`` or ``async with``; ValueError if *held* is not of *lock*."""
+        """Return the lock to hold around the body besides *held*, or an empty context; ValueError if *held* is not of *lock*."""
         adopt(held, lock)
         body = self.body_lock(lock)
         return nullcontext() if body is None or body is lock else body
 
     def begin(self, held: Lease) -> None:
-        """Release *held*, the lease of the name, if the name is to be free while the body runs; it may have been lost."""
+        """Release *held*, the lease of the name, which may be lost, if the name is to be free while the body runs."""
         if self.frees_at_start:
             with suppress(LockLost):
                 held.release()
@@ -238,7 +238,7 @@ class Once:
                 await held.arelease()
 
     def note_call(self, name: str) -> None:
-        """Note a further call: the message that holds lock *name* is put off until *debounce* seconds from now."""
+        """Note another call: the message that holds the lock *name* is put off until *debounce* seconds from now."""
         if self.debounce:
             backend, mark = self._mark(name)
             if not settled(partial(backend.extend, [mark]))[0]:
@@ -247,8 +247,8 @@ class Once:
     def wait_left(self, name: str, first: Postmark | None) -> float:
         """Return for how many more seconds a message that holds *name* is put off.
 
-        *first*: when the first call was made; None for a retry, or a message with the lease of its sender, which
-        is not put off.
+        *first*: when the first call was made; None for a retry, or a message with the lease of its sender: these
+        are not put off.
         """
         if first is None:
             return 0.0
@@ -277,7 +277,7 @@ class Once:
 def _name_of_call(
     title: str, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """Return the name for one call of the function *title*, with all its arguments; TypeError if one has no text."""
+    """Return the name for one call of the function *title*, with all arguments; TypeError if one has no stable text."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments.items()
@@ -297,7 +297,7 @@ def _name_of_call(
 
 
 def _as_text(value: object) -> str:
-    """Return the text of an argument that JSON does not know, the same in every process."""
+    """Return the text of an argument that JSON does not know: the same text in every process."""
     if isinstance(value, Model):
         return object_name(value)
     if isinstance(value, (date, time, timedelta, Decimal, UUID)):
@@ -317,7 +317,7 @@ class Carried(NamedTuple):
 
 
 def packed(text: str, name: str, first: Postmark | None = None) -> str:
-    """Return what a message carries: the *text* of a lease, if any, and, signed, what is not in that text."""
+    """Return the header of a message: the *text* of a lease, maybe empty, then, signed, what that text lacks."""
     if first is not None:
         return f"{text} {signing.dumps([name, first], salt=SALT)}"
     # Workers of an earlier release can read the text alone.
@@ -325,7 +325,7 @@ def packed(text: str, name: str, first: Postmark | None = None) -> str:
 
 
 def unpacked(carried: str) -> Carried:
-    """Return the content of what packed() or Lease.detach() returned."""
+    """Return the content of a header made by packed() or by Lease.detach()."""
     text, _, signed = carried.partition(" ")
     with suppress(BadSignature, UnicodeError):
         told = signing.loads(signed, salt=SALT)
@@ -361,8 +361,8 @@ def _release_later(text: str, problem: LockBackendError) -> None:
 def refuse_event_loop(using: str, instead: str) -> None:
     """Raise SynchronousOnlyOperation in the thread of an event loop, if the locks of *using* are in a database.
 
-    *instead*: what to write in async code. Django raises it only when a connection is opened, and not when an
-    idle one is used.
+    *instead*: what to write in async code. Django itself raises that error when a connection is opened, but not
+    when an idle one is used.
     """
     if locks[using].asks_database:
         text = f"The lock of a unique task is in a database: in async code, write {instead}."
@@ -371,7 +371,7 @@ def refuse_event_loop(using: str, instead: str) -> None:
 
 @contextmanager
 def unless_ended(lock: Lock, text: str) -> Iterator[None]:
-    """Suppress the error of a block that attaches the lease in *text*, if it has ended, was attached before, or cannot be read."""
+    """Suppress errors of attaching the lease in *text*, if it has ended, was attached before, or cannot be read."""
     try:
         yield
     except LockLost:
@@ -392,15 +392,15 @@ def unless_ended(lock: Lock, text: str) -> Iterator[None]:
 
 
 def adopt(lease: Lease, lock: Lock) -> None:
-    """Give *lease*, which came with a message, the template of *lock*; ValueError if it is the lease of another lock."""
+    """Give *lease*, which came with a message, the template of *lock*; ValueError for the lease of another lock."""
     if lease.name != lock.name:
         task = lock.terms.purpose
         raise ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")
-    lease.template = lock.terms.template  # a message does not bring it
+    lease.template = lock.terms.template  # which is not in the message
 
 
 def checked_task(name: str, task_id: str) -> str:
-    """Return how a holder shows the task *name* with this id; ValueError if the id is too long."""
+    """Return the text for the task *name* with this id in a holder; ValueError if the id is too long."""
     text = task_text(name, task_id)
     if not text.endswith("]"):
         msg = f"The id {printable(task_id)!r} is too long for unique_task(): it may have up to 108 ASCII characters."
@@ -409,6 +409,6 @@ def checked_task(name: str, task_id: str) -> str:
 
 
 def task_id(told: str, name: str) -> str | None:
-    """Return the id, maybe empty, in *told*, the task that a holder shows; None if it is not the task *name*."""
+    """Return the id, maybe empty, in *told*, the task of a holder; None if that is not the task *name*."""
     found = unquote(told.rpartition("[")[2][:-1], errors="surrogatepass") if "[" in told else ""
     return found if told == task_text(name, found) else None

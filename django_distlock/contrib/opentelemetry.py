@@ -55,13 +55,13 @@ _ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[
 def template_of(name: str, template: str = "") -> str:
     """Return the label for all locks with names like *name*: *template*, or the name with ``*`` for numbers and ids.
 
-    For the lock of a model instance, and that of its page in the admin, ``*`` stands for the whole key.
+    For the lock and the edit lock of a model instance, ``*`` replaces the whole primary key.
     """
     return printable(template or _template_of_object(name) or _ONE_OF_MANY.sub("*", name), 100)
 
 
 def _template_of_object(name: str) -> str:
-    """Return "shop.page:*" for "shop.page:home", "edit:shop.page:*" for its page; "" if it names no model."""
+    """Return "shop.page:*" for "shop.page:home", "edit:shop.page:*" for its edit lock; "" if *name* names no model."""
     label, colon, _ = name.removeprefix("edit:").partition(":")
     if colon:
         with suppress(LookupError, ValueError, AppRegistryNotReady):
@@ -190,7 +190,7 @@ class _Instruments:
         return labels, known, span
 
     def _held(self, lease: Lease, held: float, **facts: Any) -> tuple[Labels, Span | None, int]:
-        """Record a hold; return its labels, its span if it has one, and the time of its end, maybe long ago."""
+        """Record a hold; return its labels, its span or None, and the time of its end, perhaps long ago."""
         labels = self._labels(**facts)
         self._hold.record(held, labels)
         span, start = self._spans.pop(lease, (None, 0))

@@ -81,17 +81,17 @@ def unique_task(
     at_most: float | timedelta | None = None,
     **options: Any,
 ) -> Any:
-    """Make a task that is queued or running at most once: its lock is held from when it is enqueued until it has ended.
+    """Make a task that is queued or running at most once: its lock is held from the enqueuing until the end.
 
-    Enqueuing it again meanwhile sends nothing and returns None. *name* may have fields for arguments,
-    ``"import:{shop_id}"``, or be a lambda that is called with them; without *name*, the lock has the name
-    of the function and all its arguments. *lease*: seconds for which a message
-    that is never run keeps the name, counted from its ``run_after``; while the task runs, its lease is
-    renewed. *options* are those of ``django.tasks.task()``.
+    Enqueuing the task again meanwhile sends nothing and returns None. *name* may have fields for arguments,
+    ``"import:{shop_id}"``, or be a lambda that is called with the arguments; without *name*, the lock has the
+    name of the function and all its arguments. *lease*: seconds for which a message that no worker runs keeps
+    the name, counted from its ``run_after``; while the task runs, its lease is renewed. *options* are those of
+    ``django.tasks.task()``.
 
     *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
-    then, too, but the next body waits, in its worker, until this one has ended: what is enqueued meanwhile
-    runs after it, once.
+    then, too, but the next body waits, in its worker, until this one has ended: all calls meanwhile lead to one
+    more run.
 
     *debounce*: the body begins so many seconds after the last call, and no more than *at_most* after the first one,
     by default ten times *debounce*. A call while the body runs leads to another run, as with *again*.
@@ -139,9 +139,9 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
     __slots__ = ()
 
     def enqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # None
-        """Send the task and return its result; None if it is already under way.
+        """Send the task and return its result; None if the task is already under way.
 
-        The text of ``Lease.detach()`` as the argument *distlock* gives the caller's lease to the task.
+        An argument *distlock* with the text of ``Lease.detach()`` gives the caller's lease to the task.
         """
         once, handed = _once(self), kwargs.pop(HEADER, None)
         name, terms = once.name_for(args, kwargs), once.terms(self.module_path)
@@ -162,7 +162,7 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         return _send_or_free(task, lease, carried, args, kwargs)
 
     def _debounced(self) -> tuple[UniqueTask, Postmark]:
-        """Return the task to send for the first call, and when that was made."""
+        """Return the task to send for a first call, and the time of that call."""
         if self.run_after:
             raise ValueError(f"debounce says when {self.name} runs: enqueue it without run_after.")
         check_queue(self)
@@ -198,7 +198,7 @@ def _later(task: UniqueTask, wait: float) -> Any:
 
 
 def _handed_over(task: UniqueTask, lease: Lease, first: Postmark | None) -> str:
-    """Return what a message of *task* carries, with *lease* in it."""
+    """Return the argument *distlock* for a message of *task*, with *lease* in it."""
     wait = task.run_after.timestamp() - time.time() if task.run_after else 0.0
     return packed(hand_over(lease, _once(task).lease + max(0.0, wait)), lease.name, first)
 
@@ -212,7 +212,7 @@ def _send(
 def _send_or_free(
     task: UniqueTask, lease: Lease, carried: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TaskResult[..., Any]:
-    """Send *task* with what it carries; if that fails or is rolled back, release *lease*."""
+    """Send *task* with *carried*; if the sending fails or is rolled back, release *lease*."""
     try:
         result = _send(task, carried, args, kwargs)
     except BaseException:
@@ -225,7 +225,7 @@ def _send_or_free(
 
 @dataclass(frozen=True)
 class _Message:
-    """A call of a unique task, by a worker or as a function; *text* and *first* are of the lease and first call in its message."""
+    """A call of a unique task, by a worker or as a function, with the *text* of the lease in its message; *first*: see Carried."""
 
     task: UniqueTask
     lock: Lock
@@ -236,14 +236,14 @@ class _Message:
 
     @classmethod
     def of(cls, task: UniqueTask, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """Return the message that calls *task*, and take what it carries out of *kwargs*."""
+        """Return the message that calls *task*; remove the argument *distlock* from *kwargs*."""
         started, task_id = _started.get()
         _started.set((None, ""))
         once = _once(task)
         if started is None or started.func is not task.func:
             started, task_id = task, ""
         text, name, first = unpacked(kwargs.pop(HEADER, ""))
-        # The name as it was sent: JSON may have changed the arguments that it was made of.
+        # The name in the message comes first: JSON may have changed the arguments that the name was made of.
         name = name or once.name_for(args[task.takes_context :], kwargs)
         lock = Lock(name, **once.terms(task_text(once.title, task_id)))
         return cls(started, lock, text, first, args, kwargs)
@@ -268,11 +268,11 @@ class _Message:
                 return await function(*self.args, **self.kwargs)
 
     def _arrive(self) -> Lease:
-        """Return the lease in the message, or a new one."""
+        """Return the lease in the message, or a new lease."""
         if self.text:
             with unless_ended(self.lock, self.text):
                 return Lease.attach(self.text, self.lock.terms.purpose)
-        # It waited for longer than its lease, is a second copy, or the task is called as a function.
+        # The message waited for longer than its lease, or is a second copy, or the task is called as a function.
         return self.lock.take(0)
 
     async def _aarrive(self) -> Lease:
@@ -282,7 +282,7 @@ class _Message:
         return await self.lock.atake(0)
 
     def _is_put_off(self, held: Lease) -> bool:
-        """Send the message again, with the lease *held*, if the task was called meanwhile; return whether it was."""
+        """If the task was called meanwhile, send the message again with the lease *held*, and return True."""
         wait = _once(self.task).wait_left(held.name, self.first)
         if wait:
             task = _later(self.task, wait)

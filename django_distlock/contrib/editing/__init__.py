@@ -60,13 +60,13 @@ PERMISSION = "django_distlock.take_over_methodlock"
 #: The name of edit_lock_view() in the URLs of a project.
 URL_NAME = "distlock_edit_lock"
 SALT = "django_distlock.edit"
-#: The purpose of each page's holding begins with this. Its task alone does not tell: any code may name a task so.
+#: The purpose of each page's holding begins with this. The task alone proves nothing: any code may name a task so.
 EDITED_BY = "edited by "
-#: Seconds that a page keeps the lock after its last renewal; and until its script has renewed it first.
+#: Seconds that a page keeps the lock after the last renewal; and before the first renewal by the page's script.
 TTL, FIRST_TTL = 90.0, 15.0
 #: Most seconds between two renewals by the script of a page that is visible.
 PAUSE = 5.0
-#: How often the lock is asked for while its holders give it back.
+#: How often the lock is tried while its holders release it.
 TRIES = 3
 #: How many rows of a relation are named for people.
 FEW = 20
@@ -76,7 +76,7 @@ ANONYMOUS = "anonymous "
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The signed text in a page with a form: which lock it has or wants.
+    """The signed text in a page with a form: names the lock that the page has or wants.
 
     *key*: that of the lock on its server, which differs between tenants. *ttl*: seconds that the lock lives after a
     renewal by the page's script. *nonce*: new for each page; with SECRET_KEY it makes the owner of the lock. *path*: the
@@ -107,9 +107,9 @@ class Ticket:
 
 
 def read_ticket(request: HttpRequest) -> Ticket | None:
-    """Return the ticket that a page has sent; None if it has none, or one that is not valid.
+    """Return the ticket that a page has sent; None if it is missing or not valid.
 
-    It is valid for SESSION_COOKIE_AGE seconds, one user and one release of this package.
+    A ticket is valid for SESSION_COOKIE_AGE seconds, one user and one release of this package.
     """
     text, age = request.POST.get(FIELD, ""), settings.SESSION_COOKIE_AGE
     try:
@@ -120,16 +120,16 @@ def read_ticket(request: HttpRequest) -> Ticket | None:
 
 
 def owner_of(nonce: str) -> Secret:
-    """Return the owner of the lock of a page: no page and no listing shows it."""
+    """Return the owner of a page's lock, a secret that no page and no listing shows."""
     return Secret(salted_hmac(SALT, nonce, algorithm="sha256").hexdigest()[:32])
 
 
 def user_key(request: HttpRequest) -> str:
-    """Return the key of the user as text; for a user who is not logged in, one of the browser."""
+    """Return the primary key of the user as text; for an anonymous user, a text that identifies the browser."""
     pk = getattr(getattr(request, "user", None), "pk", None)
     if pk is not None:
         return str(pk)
-    get_token(request)  # every browser with a form has its secret
+    get_token(request)  # makes sure that the browser has a CSRF secret
     secret = request.META["CSRF_COOKIE"]
     return ANONYMOUS + salted_hmac(f"{SALT}.browser", secret, algorithm="sha256").hexdigest()[:16]
 
@@ -138,7 +138,7 @@ def user_key(request: HttpRequest) -> str:
 class Part:
     """A part of an object that a form can change: a field, or the rows of an inline.
 
-    *text*: compared to see a change. *values*: shown to people, and read only then, as they may need a query.
+    *text* is compared to see a change. *values* are for people, and read only when shown, as they may need a query.
     """
 
     key: str
@@ -148,7 +148,7 @@ class Part:
     shown: str = ""
 
     def with_shown(self) -> Part:
-        """Return it with its value for people, cut if it is long."""
+        """Return the part with its value for people, cut if it is long."""
         values = [*islice(self.values, FEW + 1)]
         texts = [str(formats.localize(value)) for value in values[:FEW] if value is not None]
         text = ", ".join(texts + ["..."] * (len(values) > FEW))
@@ -157,7 +157,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Editor:
-    """A user who edits an object, or other code that holds its lock. *nonce*: that of the page; empty for other code."""
+    """A user who edits an object, or other code that holds its lock. *nonce* is the page's, empty for other code."""
 
     held: Held
     name: str
@@ -178,9 +178,9 @@ class Editor:
 class EditLock:
     """The lock of an object that is edited, as one page sees it; edit_lock() makes it.
 
-    *editor*: who else has the lock; None if this page has it. *failed*: the server of the locks did not answer,
-    so nobody is kept out. *changes*: what others have changed since the form was opened. *is_read_only*: the page
-    was opened while somebody else edits the object.
+    *editor*: the other holder; None if this page has the lock. *failed*: the lock server did not answer, so that
+    anybody can edit. *changes*: the parts that others have changed since the form was opened. *is_read_only*: the
+    page was opened while somebody else edits the object.
     """
 
     request: HttpRequest
@@ -228,7 +228,7 @@ class EditLock:
 
     @property
     def message(self) -> str:
-        """The text that the page shows when it is opened; mostly empty."""
+        """The text that the page shows when it is opened; usually empty."""
         if self.failed:
             return _(
                 "It cannot be told whether somebody else edits this."
@@ -239,7 +239,7 @@ class EditLock:
     # For the view of a form.
 
     def begin(self, *, is_editor: bool = True) -> None:
-        """Take the lock for the page that is answered now, if nobody else has it; NotSupported if no page can hold it.
+        """Take the lock for the page that is being rendered, if it is free; NotSupported if pages cannot hold locks.
 
         If not *is_editor*, only find out who has the lock.
         """
@@ -272,14 +272,14 @@ class EditLock:
         self.ticket = replace(self.ticket, seen=seen)
 
     def problems(self, form: BaseModelForm[Any], more: Iterable[Part] = ()) -> list[str]:
-        """Return why the form must not be saved: somebody else has the lock, or has changed what it shows.
+        """Return the reasons not to save the form: another editor has the lock, or has changed the shown values.
 
-        The *form* has its object as it is now, with nothing of what was typed. *more*: other parts of the object.
+        The *form* has its object as it is now, without the input. *more*: other parts of the object.
         """
         problems = [_("Not saved. %s") % self.editor.sentence] if self.editor else []
         parts = [*parts_of(form), *more]
         texts = {part.key: part.text for part in parts}
-        # A field that was set to the value that is sent now, as by the first of two clicks, is no conflict.
+        # A field that already has the sent value, such as after the first of two clicks, is no conflict.
         same = form.fields.keys() - form.changed_data
         changed = self.changed(texts) - same
         self.changes = [part.with_shown() for part in parts if part.key in changed]
@@ -295,10 +295,10 @@ class EditLock:
         return problems
 
     def accepts(self, form: BaseModelForm[Any]) -> bool:
-        """Return whether *form* is valid and may be saved; otherwise its errors say why not.
+        """Return True if *form* is valid and may be saved; otherwise its errors say why not.
 
-        Call it instead of ``form.is_valid()``, in the transaction that saves the form: it locks the row, and reads the
-        form's instance again, so that a column that the form does not have is saved as it is.
+        Call accepts() instead of ``form.is_valid()``, in the transaction that saves the form. It locks the row and
+        reloads the form's instance, so that save() leaves columns that the form does not have unchanged.
         """
         is_there = self.read_again(form)
         problems = self.problems(form) if is_there else [_("Not saved. It was deleted meanwhile.")]
@@ -308,7 +308,7 @@ class EditLock:
         return form.is_valid()
 
     def read_again(self, form: BaseModelForm[Any]) -> bool:
-        """Lock the row of the form's instance, and read that again; return False if the row was deleted."""
+        """Lock the row of the form's instance, and reload the instance; return False if the row was deleted."""
         if self.row() is None:
             return False
         form.instance.refresh_from_db(using=self.ticket.database)
@@ -316,9 +316,9 @@ class EditLock:
         return True
 
     def release(self, *, for_good: bool = False) -> None:
-        """Release the lock, if the page has it: the form was saved, or left. Call it after the commit.
+        """Release the page's lock, because the form was saved or left. Call it after the commit.
 
-        *for_good*: also release it again later, as another request of the page may be about to take it.
+        *for_good*: release once more later, as another request of the page may be about to take the lock.
         """
         request = self._asking()
         try:
@@ -331,14 +331,14 @@ class EditLock:
     # For the page's script.
 
     def renew(self) -> bool:
-        """Extend the lock of a page that is still open; return whether it has it."""
+        """Extend the lock of a page that is still open; return whether the page has it."""
         return settled(lambda: self.backend.extend([self._asking()]))[0]
 
     def take(self, ttl: float = inf, former: str = "", *, is_newest: bool = True) -> None:
         """Take the lock; if somebody else has it, set *editor*.
 
-        With *is_newest*, also take it from another page of the same user. *former*: the nonce of the page that most
-        likely has it.
+        With *is_newest*, also take the lock from another page of the same user. *former*: the nonce of the page that
+        most likely has the lock.
         """
         request, self.editor = self._asking(ttl), None
         if former and self._is_moved(request, former):
@@ -366,7 +366,7 @@ class EditLock:
     def look(self) -> Editor | None:
         """Return the editor of the object, even if it is this page; None if nobody edits it."""
         if not self.backend.supports_listing:
-            return None  # nothing is locked there
+            return None  # such a backend, as in tests, excludes nobody
         found = settled(lambda: [*self.backend.held(self.ticket.key)])
         return next(iter(editors(self.request, found)), None)
 
@@ -382,7 +382,7 @@ class EditLock:
         """Return the object as it is now; in a transaction, with its row locked."""
         model, database = apps.get_model(self.ticket.model), self.ticket.database
         pk = model._meta.pk.to_python(self.ticket.pk)  # noqa: SLF001 - documented
-        # No manager's: one may join tables that cannot be locked, or hide rows.
+        # Not by a manager, which may join tables that cannot be locked, or hide rows.
         rows: QuerySet[Any] = QuerySet(model).using(database).filter(pk=pk)
         if connections[database].in_atomic_block:
             rows = rows.select_for_update()
@@ -422,7 +422,7 @@ class EditLock:
 
 
 def editors(request: HttpRequest, found: Iterable[Held]) -> list[Editor]:
-    """Return the editors who have the holdings *found*."""
+    """Return the editors of the holdings *found*."""
     me = user_key(request)
     return [_editor(held, me) for held in found if held.state == LockState.HELD]
 
@@ -434,7 +434,7 @@ def _editor(held: Held, me: str) -> Editor:
     if is_page:
         name = "" if user.startswith(ANONYMOUS) else holder.purpose.removeprefix(EDITED_BY)
     elif me.startswith(ANONYMOUS):
-        name = holder.purpose  # the host and the process are not for everybody
+        name = holder.purpose  # anonymous users do not see host and process
     else:
         name = str(held.holder or "")
     return Editor(held, name or _("somebody"), nonce, is_me=user == me)
@@ -448,14 +448,13 @@ def edit_lock(
     ttl: float | timedelta = TTL,
     may_take_over: bool | None = None,
 ) -> EditLock:
-    """Take the lock of a saved *instance* for the page of *request*, which has its form; return the EditLock.
+    """Take the lock of a saved *instance* for the page of *request*, which shows its form; return the EditLock.
 
-    For GET, *is_read_only* of the result is true if somebody else edits the instance. For POST, call its
+    For GET, *is_read_only* of the result is true if somebody else edits the instance. For POST, call the result's
     accepts(form) instead of ``form.is_valid()``, and its release() after the form was saved.
 
     *ttl*: seconds that the lock lives after the page has vanished. *may_take_over*: whether the user may take the
-    lock from somebody else; by default, if the user has the permission
-    ``django_distlock.take_over_methodlock``.
+    lock from somebody else; by default, users with the permission ``django_distlock.take_over_methodlock`` may.
     """
     ticket = new_ticket(request, instance, using, checked_ttl(ttl))
     edit = EditLock(request, replace(ticket, may_take_over=may_take_over))
@@ -474,7 +473,7 @@ def new_ticket(request: HttpRequest, instance: Model, using: str, ttl: float) ->
         key=locks[using].key_of(lock_name(instance)),
         model=opts.label_lower,
         pk=opts.pk.value_to_string(instance),
-        # The one that save() would write to.
+        # The database that save() would write to.
         database=router.db_for_write(opts.model, instance=instance),
         user=user_key(request),
         ttl=ttl,
@@ -493,7 +492,7 @@ def texts_of(instance: Model) -> dict[str, str]:
 
 
 def parts_of(form: BaseModelForm[Any]) -> Iterator[Part]:
-    """Return a part for each field of *form*: with the value of its object, or the initial one if the model has no such field."""
+    """Return a part for each field of *form*, with the object's value, or the initial value if the model has no such field."""
     values = {name: form.initial.get(name, field.initial) for name, field in form.fields.items()}
     values |= model_to_dict(form.instance, form.fields)
     for name, value in values.items():
@@ -526,14 +525,14 @@ def _values_of(instance: Model, name: str, value: Any) -> Iterator[Any]:
 @csrf_protect
 @require_http_methods(["GET", "POST"])
 def edit_lock_view(request: HttpRequest) -> HttpResponse:
-    """Answer the script of a page with an edit lock; "Take over" of a page that is read only is sent here too."""
+    """Answer the script of a page with an edit lock, and the button "Take over" of a read-only page."""
     return answer(request, EditLock)
 
 
 def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]) -> HttpResponse:
     """Return the answer of edit_lock_view(); *make* makes the lock."""
     if request.method == "GET":
-        # That of an open page is not valid any more after another login.
+        # After another login, the CSRF token of an open page is no longer valid.
         return JsonResponse({"csrf": get_token(request)})
     ticket, what = read_ticket(request), request.POST.get("what")
     if ticket is None:

@@ -48,9 +48,9 @@ _EDIT = "_distlock_edit"
 
 
 class EditLockMixin(_Admin):
-    """Mixin, before ModelAdmin in the bases: one user at a time edits an object, and others see who does.
+    """Mixin, before ModelAdmin in the bases: one user at a time edits an object; others read it and see the editor.
 
-    A form whose object was changed meanwhile is not saved, but shown again with what was typed.
+    A form whose object was changed meanwhile is not saved, but shown again with the input.
     """
 
     #: The alias of DISTLOCK.
@@ -59,13 +59,13 @@ class EditLockMixin(_Admin):
     edit_lock_ttl: float | timedelta = TTL
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
-        """Return whether the user may take over what somebody else edits."""
+        """Return whether the user may take *obj* over from another editor."""
         return self.has_change_permission(request, obj) and request.user.has_perm(PERMISSION)
 
     # The page of an object.
 
     def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> Any:
-        # Before the transaction that Django begins, or django-reversion: no lock is asked for in one.
+        # Acquire the lock before Django or django-reversion begins a transaction, not inside it.
         edit = self._begun(request, object_id)
         setattr(request, _EDIT, edit)
         response = super().change_view(request, object_id, *args, **kwargs)
@@ -78,7 +78,7 @@ class EditLockMixin(_Admin):
         self, request: HttpRequest, object_id: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         if object_id is not None and not hasattr(request, _EDIT):
-            # A page to revert to an older version, in a transaction: it locks nothing, and has a template of its own.
+            # A page to revert to an older version: it runs in a transaction, has its own template and takes no lock.
             setattr(request, _EDIT, None)
             edit = self._begun(request, object_id, is_editor=False)
             if edit is not None and edit.editor is not None and not edit.editor.is_me:
@@ -101,7 +101,7 @@ class EditLockMixin(_Admin):
 
     def get_object(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         if edit := _saved(request):
-            edit.row()  # locks it: a column that the form does not have is saved as it is read below
+            edit.row()  # lock the row, so that columns that the form does not have are saved as they are read below
         return super().get_object(request, *args, **kwargs)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -130,16 +130,16 @@ class EditLockMixin(_Admin):
                 formsets = [each.formset for each in context["inline_admin_formsets"]]
                 parts = [*parts_of(context["adminform"].form), *_parts_of(formsets)]
                 edit.note_seen({part.key: part.text for part in parts})
-            # Extends the template that would be used, which may be the project's.
+            # Our template extends the one that Django chose, which may be the project's.
             parent = response.resolve_template(response.template_name)
             response.context_data |= {"distlock_edit": edit, "distlock_parent": parent}
             response.template_name = "admin/django_distlock/edit_form.html"
             if edit.is_read_only:
-                response.context_data["save_as"] = False  # there is nothing in the page to be sent
+                response.context_data["save_as"] = False  # the page has no fields to send
             response.add_post_render_callback(partial(_warn_unless_shown, edit, parent))
         return response
 
-    # What somebody else edits is read only.
+    # An object that somebody else edits is read only.
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return super().has_change_permission(request, obj) and not _keeps_out(request, obj)
@@ -153,7 +153,7 @@ class EditLockMixin(_Admin):
         if others := self._others(request):
             key_of = locks[self.edit_lock_using].key_of
             collector = NestedObjects(using=router.db_for_write(self.model))
-            collector.collect(objs)  # also what is deleted with them
+            collector.collect(objs)  # with all rows that the deletion cascades to
             for row in chain(*collector.data.values()):
                 if editor := others.get(key_of(lock_name(row))):
                     edited[editor.held.key] = f"{row}: {editor.sentence}"
@@ -161,7 +161,7 @@ class EditLockMixin(_Admin):
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         is_saved = request.method == "POST" and "_save" in request.POST
-        # Rows stay locked from when they are compared until they are saved.
+        # Rows stay locked from the comparison until they are saved.
         with transaction.atomic(router.db_for_write(self.model)) if is_saved else nullcontext():
             return super().changelist_view(request, extra_context)
 
@@ -183,13 +183,13 @@ class EditLockMixin(_Admin):
         formset.form = _checked(formset.form, problems)
         formset.form.base_fields = deepcopy(formset.form.base_fields)
         for field in formset.form.base_fields.values():
-            # The list also sends the values that it has shown; browsers must not restore old text over newer ones.
+            # The list also sends the values that it showed; browsers must not restore old text over newer values.
             field.show_hidden_initial = True
             field.widget.attrs["autocomplete"] = "off"
         return formset
 
     def _others(self, request: HttpRequest) -> dict[str, Editor]:
-        """Return the other editors, by the keys of their locks; none if the locks cannot be listed."""
+        """Return the other editors by the keys of their locks; none if the locks cannot be listed."""
         with suppress(LockBackendError, NotSupported):
             found = holdings(self.edit_lock_using)
             edited = editors(request, (held for held in found if held.name.startswith("edit:")))
@@ -211,12 +211,12 @@ class EditLockMixin(_Admin):
         return answer(request, self._asked)
 
     def _asked(self, request: HttpRequest, ticket: Ticket) -> EditLock:
-        """Return the lock of a page that asks."""
+        """Return the lock for a request of a page's script."""
         obj = self.get_object(request, ticket.pk)
         is_look = request.POST.get("what") == "look"
         may = self.has_view_or_change_permission if is_look else self.has_change_permission
         edit = self._edit_lock(request, obj, ticket)
-        # If the row exists, get_object() hides it from this user.
+        # No *obj* but a row: get_object() hides the object from this user.
         edit.is_refused = not may(request, obj) if obj is not None else edit.row() is not None
         return edit
 
@@ -256,7 +256,7 @@ class EditLockMixin(_Admin):
         return checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
 
     def _edit_lock(self, request: HttpRequest, obj: Any, ticket: Any = None) -> EditLock:
-        """Return the lock of *obj*, or that of a page with a *ticket*, with the rights of the user by now."""
+        """Return the lock of *obj*, or of a page with a *ticket*, with the user's present permissions."""
         if ticket is None:
             ticket = new_ticket(request, obj, self.edit_lock_using, self._ttl())
         if obj is not None:
@@ -276,7 +276,7 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
     """Return a subclass of *form* whose clean() also adds these *problems*."""
 
     def clean(self: Any) -> Any:
-        # First: its own clean() may raise an error.
+        # First, because the form's own clean() may raise an error.
         for problem in problems(self):
             self.add_error(None, problem)
         return form.clean(self)
@@ -285,7 +285,7 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
 
 
 def _is_stale(form: Any, name: str) -> bool:
-    """Return True if the field has neither the value that the list showed nor the one that is sent."""
+    """Return True if the field now has neither the value that the list showed nor the sent value."""
     field, now = form.fields[name], form.get_initial_for_field(form.fields[name], name)
     widget, key = field.hidden_widget(), form.add_initial_prefix(name)
     shown = widget.value_from_datadict(form.data, form.files, key)
@@ -311,12 +311,12 @@ def _warn_unless_shown(edit: EditLock, template: Any, _response: Any) -> None:
 
 
 def _saved(request: HttpRequest) -> EditLock | None:
-    """Return the edit lock of the change form that is sent."""
+    """Return the edit lock if *request* sends a change form; otherwise None."""
     return getattr(request, _EDIT, None) if request.method == "POST" else None
 
 
 def _keeps_out(request: HttpRequest, obj: Any) -> bool:
-    """Return whether *obj* is the object of the page, and somebody else edits it."""
+    """Return True if *obj* is the object of the page, and somebody else edits it."""
     edit: Any = getattr(request, _EDIT, None)
     is_kept = obj is not None and edit is not None and edit.is_read_only and edit.editor
     return bool(is_kept and edit.ticket.name == lock_name(obj))
