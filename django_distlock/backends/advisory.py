@@ -22,7 +22,7 @@ class AdvisoryOptions(ConnectionOptions):
 
 
 class AdvisoryBackend(SessionBackend):
-    """The fastest lock in a database: the server keeps it in memory."""
+    """Advisory locks, the fastest in a database: the server keeps them in memory."""
 
     options_class = AdvisoryOptions
     options: AdvisoryOptions

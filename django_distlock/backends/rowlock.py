@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-#: Isolation levels at which a transaction reads what was committed when it began.
+#: Isolation levels at which a transaction reads the data of its begin.
 SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
-#: Seconds that a statement has beside its wait: a busy server is slow to lock a free row, too.
+#: Seconds that a statement has in addition to its wait: a busy server is slow to lock a free row, too.
 BESIDE_WAIT = 0.25
 # One row: lock_timeout and statement_timeout before they become %(limit)s and, unless that is NULL, %(longest)s.
 _LIMIT = """
@@ -57,7 +57,7 @@ SELECT current_setting('lock_timeout'), current_setting('statement_timeout'), se
 
 
 class RowLockBackend(SessionBackend):
-    """Locks that the server itself queues and frees; a lock ends with the connection that holds its row."""
+    """Locks as locked rows: the server queues waiters, and frees a lock with the connection that holds its row."""
 
     options_class = ConnectionOptions
     options: ConnectionOptions
@@ -72,10 +72,10 @@ def transaction_lock(
     """Take the lock *name* in the transaction that is open on *using*, until its commit or rollback.
 
     LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can continue.
-    It is the lock of a RowLockBackend on *using*, with the KEY_PREFIX of the alias "default" if that is a function.
-    It needs the isolation level READ COMMITTED, otherwise it raises LockError; on MariaDB, any level if it is the
-    first statement of the outermost atomic block. On a Galera cluster it raises LockBackendError, as rows are locked
-    on one node only. While Django's tests run, it is in memory, and works on SQLite too.
+    The lock is the same as *name* of a RowLockBackend on *using*, with the KEY_PREFIX of the alias "default" if that
+    is a function. LockError if the isolation level is not READ COMMITTED; on MariaDB, any level will do if this is
+    the first statement of the outermost atomic block. LockBackendError on a Galera cluster, where rows are locked
+    on one node only. While Django's tests run, the lock is in memory, and works on SQLite, too.
     """
     name, wait = checked_name(name), Wait(optional_seconds(timeout, "timeout"))
     connection = connections[using]
@@ -93,7 +93,7 @@ def transaction_lock(
 
 
 def _prefix_here() -> str:
-    """Return the prefix of the caller, if KEY_PREFIX of the alias "default" is a function; a text does not count here."""
+    """Return the result of KEY_PREFIX of the alias "default", if that is a function; "" if it is a text."""
     try:
         backend = handover.backend_of(DEFAULT_ALIAS)
     except InvalidLockBackend:
@@ -117,13 +117,13 @@ def _take_in_memory(connection: BaseDatabaseWrapper, name: str, wait: Wait) -> N
 
 
 class Taker(ABC):
-    """One call of transaction_lock(): the part that is the same on each kind of server."""
+    """One call of transaction_lock(): the part that all kinds of servers share."""
 
     def __init__(self, connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
         self.connection = connection
         self.name = name
         self.wait = wait
-        #: Makes the row, outside of the caller's transaction.
+        #: The backend makes the row, outside of the caller's transaction.
         self.backend = _backend(connection.alias)
         self.dialect = self.backend.dialect
         self.key = server_key(name, _prefix_here(), kind=self.backend.kind)
@@ -156,7 +156,7 @@ class Taker(ABC):
 
     @abstractmethod
     def lock(self, cursor: CursorWrapper) -> bool:
-        """Lock the row within the time that is left, or raise OperationalError; False if there is no row."""
+        """Lock the row in the time left, or raise OperationalError; return False if there is no row."""
 
     def select(self, how: str) -> str:
         table = f"{self.backend.schema}{LOCK}"
@@ -172,7 +172,7 @@ class Taker(ABC):
     def _lock_row(self) -> bool:
         """Lock the row in a savepoint, so that the transaction can go on after a refusal."""
         try:
-            # After a deadlock MySQL has no savepoint any more: Django then refuses further queries.
+            # After a deadlock MySQL has dropped the savepoint: Django then refuses further queries.
             with (
                 transaction.atomic(using=self.connection.alias),
                 self.connection.cursor() as cursor,
@@ -188,7 +188,7 @@ class Taker(ABC):
 
 
 class OnPostgreSQL(Taker):
-    """A call on PostgreSQL. It refuses snapshots: taken before the wait, they lack what the last holder has committed."""
+    """A call on PostgreSQL, which refuses snapshots: taken before the wait, they lack the last holder's commit."""
 
     def prepare(self) -> None:
         with self.connection.cursor() as cursor:
@@ -197,7 +197,7 @@ class OnPostgreSQL(Taker):
                 self.refuse_isolation("needs READ COMMITTED on PostgreSQL")
 
     def lock(self, cursor: CursorWrapper) -> bool:
-        """Restore statement_timeout within the waiting statement, whose own limit stays, and lock_timeout after it."""
+        """Wait with our own limits; restore statement_timeout in the waiting statement, and lock_timeout after it."""
         left, waits = self.wait.left, not self.wait.is_over
         longest = None if left is None else left + BESIDE_WAIT
         limits = {
@@ -220,10 +220,10 @@ class OnPostgreSQL(Taker):
 
 
 class OnMySQL(Taker):
-    """A call on MariaDB or MySQL. A locking read takes no snapshot here, so only statements before the lock matter."""
+    """A call on MariaDB or MySQL, where a locking read takes no snapshot: only earlier statements matter."""
 
     def prepare(self) -> None:
-        """Make the row, too: where none is, FOR UPDATE would lock the gap, and keep our other connection from making it."""
+        """Make the row, too: FOR UPDATE of a missing row would lock the gap, so that our other connection cannot make it."""
         is_mariadb = self.connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
         with self.connection.cursor() as cursor:
             # MySQL does not show whether the transaction has begun.
@@ -260,7 +260,7 @@ class OnMySQL(Taker):
         return cursor.fetchone() is not None
 
     def _wait(self, cursor: CursorWrapper, seconds: int) -> bool:
-        """Wait, whatever the server's limit for the time of a statement."""
+        """Wait without the server's time limit for statements."""
         if cursor.db.mysql_is_mariadb:
             unlimited = "SET STATEMENT max_statement_time = 0 FOR "
             return self._select(cursor, f"WAIT {seconds}", unlimited)
@@ -270,12 +270,12 @@ class OnMySQL(Taker):
         try:
             return self._select(cursor, "")
         finally:
-            with suppress(Error):  # if a signal has ended the wait, its exception goes up
+            with suppress(Error):  # fails if a signal has ended the wait, whose exception goes on
                 cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {before}")
 
 
 def _note(connection: BaseDatabaseWrapper, lock: LockId, caller: Caller) -> None:
-    # Django makes a new list at each commit, rollback, and rollback to a savepoint, which may free the lock.
+    # Django makes a new list at each commit, rollback, and rollback to a savepoint, each of which may free the lock.
     began = connection.run_on_commit
     known = _taken.get(connection)
     locks = known[2] if known is not None and known[0] is began else frozenset[LockId]()
@@ -283,7 +283,7 @@ def _note(connection: BaseDatabaseWrapper, lock: LockId, caller: Caller) -> None
 
 
 def _holders() -> Iterator[tuple[LockId, HeldBy]]:
-    """Yield the locks of this process's transactions, as long as they certainly hold them."""
+    """Yield the locks that transactions of this process certainly hold."""
     for connection in [ref() for ref in _taken.keyrefs()]:
         if connection is None:
             continue
@@ -294,7 +294,7 @@ def _holders() -> Iterator[tuple[LockId, HeldBy]]:
 
 
 _TAKERS: dict[str, type[Taker]] = {"postgresql": OnPostgreSQL, "mysql": OnMySQL}
-#: By connection: its run_on_commit list (see _note()), the caller, and its locks.
+#: By connection: the run_on_commit list of its transaction (see _note()), the caller, and the locks.
 _taken = WeakKeyDictionary["BaseDatabaseWrapper", tuple[list[Any], Caller, frozenset[LockId]]]()
 _in_memory_mutex = threading.Lock()
 #: By alias, prefix and name: the transaction that took the lock last, while tests run.
@@ -307,7 +307,7 @@ def _backend(alias: str) -> RowLockBackend:
     if (known := _backends.get(alias)) is not None:
         return known
     made = RowLockBackend(BackendSettings(alias, options={"using": alias}))
-    return _backends.setdefault(alias, made)  # another thread may have been faster
+    return _backends.setdefault(alias, made)  # another thread may have made one first
 
 
 def _abandon_backends() -> None:
@@ -317,5 +317,5 @@ def _abandon_backends() -> None:
 
 wait_graph.other_holders.append(_holders)
 forks.in_child(_abandon_backends)
-# The parent's transactions do not belong to the child.
+# A forked child does not own the parent's transactions.
 forks.in_child(_taken.clear)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _DIALECTS: dict[str, type[Dialect]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
 #: The first version with RETURNING.
 _LEAST_SQLITE = (3, 35, 0)
-#: Requests in one statement.
+#: How many leases one statement extends.
 BATCH = 500
 
 
@@ -100,7 +100,7 @@ class DatabaseBackend(BaseDatabaseBackend):
             return self._busy(request) or self._ask_again(error, 0.0, self._try, request, queued)
 
     def _take(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        """Try once to acquire the lock; the ttl counts from here, after the wait for a connection."""
+        """Try once to acquire the lock; the ttl counts from now, after the wait for a connection."""
         start = clock.lease_time()
         answer = self.dialect.try_acquire(cursor, request, queued)
         return replace(answer, start=start) if isinstance(answer, Grant) else answer
@@ -114,7 +114,7 @@ class DatabaseBackend(BaseDatabaseBackend):
             raise
 
     def _busy(self, request: Request) -> Busy | None:
-        # guard() locks the counter's row, but not the row of the lock.
+        # A guard() locks the counter's row, but not the row of the lock.
         return Busy() if self._ask(self.dialect.is_guarded, request.key) else None
 
     def release(self, request: Request) -> Release:
@@ -183,7 +183,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
-        """Delete each batch in a short transaction of its own; ValueError for arguments out of range."""
+        """Delete each batch in a separate short transaction; ValueError for arguments out of range."""
         purge.check_limits(older_than, batch_size)
         return purge.purge(self._insist, self.may_keep, older_than, batch_size, dry_run=dry_run)
 
@@ -202,7 +202,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def _check_way(self) -> list[CheckMessage]:
         """Check for a pooler that breaks transactions or notifications."""
         try:
-            self._insist(self.dialect.is_guarded, "check")  # in a transaction
+            self._insist(self.dialect.is_guarded, "check")  # uses a transaction
             if self._notified is None or self._notified.is_reached():
                 return []
         except LockBackendError as error:

@@ -1,4 +1,4 @@
-"""The base class of backends on a database: own connections, guard(), and retries when other writers block."""
+"""The base class of backends on a database: own connections, guard(), and retries while other writers block."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .dialect import Dialect
 
 _T = TypeVar("_T")
-#: Earlier ones do not end a wait for a server that hangs.
+#: Earlier versions of psycopg wait for ever for a server that hangs.
 _LEAST_PSYCOPG = (3, 2, 11)
 #: Longest pause in seconds between two tries while other writers block.
 SHORT_PAUSE = 0.02
@@ -75,10 +75,10 @@ class ConnectionOptions:
 
 
 class BaseDatabaseBackend(BaseLockBackend):
-    """Locks that live in the database ``OPTIONS["using"]``, with fencing tokens beside them."""
+    """Locks in the database ``OPTIONS["using"]``, with fencing tokens beside them."""
 
     asks_database = True
-    #: The kinds of databases that can keep them, and their names for people.
+    #: The kinds of databases that can keep these locks, and their names for people.
     vendors: ClassVar[dict[str, str]] = {"postgresql": "PostgreSQL", "mysql": "MariaDB, MySQL"}
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -97,7 +97,7 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     @cached_property
     def schema(self) -> str:
-        """The schema of the tables; other connections of the application may have another search path."""
+        """The schema of the tables, as the application's connections may have another search path."""
         return self._insist(schema_of_tables)
 
     def make_dialect(self, vendor: str) -> Dialect:
@@ -143,13 +143,13 @@ class BaseDatabaseBackend(BaseLockBackend):
             return [server_error(error, address)]
         missing = ", ".join(table for table in tables if table not in known)
         if not missing:
-            return self.check_server(address)  # checks the right to read them
+            return self.check_server(address)  # fails without the permission to read the tables
         text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no table {missing}."
         return [Error(text, hint=f"{how_to_migrate(using)}.", id="distlock.E007")]
 
     def check_driver(self) -> list[CheckMessage]:
         """Return a warning if the driver is too old to keep the time limits of locks."""
-        # Django prefers it to psycopg2, and has imported what it uses.
+        # Django prefers psycopg to psycopg2, and has imported its driver by now.
         driver = sys.modules.get("psycopg")
         if connections[self.options.using].vendor != "postgresql" or driver is None:
             return []
@@ -159,14 +159,14 @@ class BaseDatabaseBackend(BaseLockBackend):
         return [CheckWarning(text, hint="Install psycopg 3.2.11 or later.", id="distlock.W003")]
 
     def check_installed(self) -> list[CheckMessage]:
-        """Return an error if the app is not installed, whose migrations make the tables."""
+        """Return an error if the app, whose migrations make the tables, is not installed."""
         if apps.is_installed("django_distlock"):
             return self._check_shared() if apps.is_installed("django_tenants") else []
         text = f"DISTLOCK[{self.alias!r}]: the app that has its tables is not in INSTALLED_APPS."
         return [Error(text, hint=f"{how_to_migrate(self.options.using)}.", id="distlock.E008")]
 
     def _check_shared(self) -> list[CheckMessage]:
-        """Return an error if django-tenants makes the tables in the schemas of tenants alone: own connections see the public one."""
+        """Return an error if django-tenants makes the tables only in tenants' schemas: own connections use the public one."""
         from django_tenants.routers import TenantSyncRouter
         from django_tenants.utils import (
             get_public_schema_name,
@@ -196,16 +196,16 @@ class BaseDatabaseBackend(BaseLockBackend):
             return verb(cursor, *args)
 
     def _insist(self, verb: Callable[..., _T], *args: Any) -> _T:
-        """Run *verb* with Django's cursor, and again if an idle connection turns out to be dead."""
+        """Run *verb* with Django's cursor, and once more if the reply is lost, as on a dead idle connection."""
         return settled(partial(self._press, verb, *args), within=math.inf)
 
     def _press(self, verb: Callable[..., _T], *args: Any) -> _T:
-        """Run *verb* as _insist() does, but do not repeat it after a lost reply."""
+        """Run *verb* with Django's cursor; after a lost reply, do not repeat it."""
         answer: _T = self._persist(0.0, self._ask, verb, *args)
         return answer
 
     def _persist(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:
-        """Call *ask*, and again while other writers block it, for *patience* or io_timeout seconds at least."""
+        """Call *ask*, and again while other writers block it, for *patience* seconds, but at least io_timeout."""
         try:
             return ask(*args)
         except Contended as error:
@@ -227,7 +227,7 @@ class BaseDatabaseBackend(BaseLockBackend):
                 error = again
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
-        """Raise LockBackendError if the caller's own transaction is the other writer: it would wait for itself."""
+        """Raise LockBackendError if the other writer is the caller's own transaction: it would wait for itself."""
         connection = connections[self.options.using]
         if connection.in_atomic_block and self.dialect.stands_in_the_way(connection):
             problem = (
@@ -243,6 +243,6 @@ class BaseDatabaseBackend(BaseLockBackend):
 
 
 def location_of(connection: BaseDatabaseWrapper) -> tuple[str, ...]:
-    """Return the identity of a database: aliases with the same one share their locks, also if their ENGINE differs."""
+    """Return the identity of a database: aliases with the same identity share locks, even with different ENGINEs."""
     settings = connection.settings_dict
     return (connection.vendor, *(str(settings[key]) for key in ("HOST", "PORT", "NAME")))

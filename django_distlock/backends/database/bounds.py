@@ -34,27 +34,26 @@ def _own_copy(name: str) -> Any:
     return copy
 
 
-# The unpatched module: poll() of gevent does not report a hang-up.
-# A call that does not wait does not need theirs.
+# The unpatched module: gevent's poll() does not report a hang-up, and is only needed for calls that wait.
 _select = _own_copy("select")
-#: None on Windows.
+#: select.poll(); None on Windows.
 _poll = getattr(_select, "poll", None)
 
 
-#: Seconds: the kernel counts milliseconds, in 31 bits.
+#: The longest wait in seconds: the kernel counts milliseconds, in 31 bits.
 LONGEST_SELECT = 2_000_000.0
-#: Seconds that a server has to hear that a request is to end.
+#: Seconds within which the server must get the order to end a request.
 CANCEL = 10.0
 
 
-#: The attributes with the wrapped connection, of the proxies of wrapt, which agents use, and of SQLAlchemy's pools.
+#: The attributes with the wrapped connection: of wrapt's proxies, which monitoring agents use, and of SQLAlchemy's pools.
 _INSIDE = ("__wrapped__", "driver_connection")
 
 
 def driver_of(connection: BaseDatabaseWrapper) -> Any:
     """Return the driver's own connection, which monitoring agents and pools put into a proxy.
 
-    An attribute that is set on a proxy may stay there, while the driver uses its own.
+    Attributes that are set on a proxy may not reach the driver's connection.
     """
     raw: Any = connection.connection
     for name in _INSIDE:
@@ -66,8 +65,8 @@ def driver_of(connection: BaseDatabaseWrapper) -> Any:
 def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
     """Set the *seconds* after which a request on *connection* fails; None: never.
 
-    TCP alone does not notice that a server hangs, as its kernel still acknowledges. psycopg2 has only TCP's
-    limits: see PostgreSQL.connection_options().
+    TCP alone does not notice that a server hangs, as the server's kernel still acknowledges. psycopg2 has only
+    the limits of TCP: see PostgreSQL.connection_options().
     """
     raw = connection.connection
     if connection.vendor == "postgresql" and hasattr(raw, "wait"):
@@ -82,7 +81,7 @@ def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> No
 def patient(
     connection: BaseDatabaseWrapper, seconds: float | None, *, usually: float
 ) -> Iterator[None]:
-    """Set the seconds after which requests fail to *seconds* in the block, and to *usually* after it."""
+    """Let requests fail after *seconds* in the block, and after *usually* seconds again after the block."""
     bound_requests(connection, seconds)
     try:
         yield
@@ -103,7 +102,7 @@ def interruptible(connection: BaseDatabaseWrapper) -> Iterator[None]:
         yield
     finally:
         for name in _BOUND:
-            del raw.__dict__[name]  # which has no delattr()
+            del raw.__dict__[name]  # the connection does not support delattr()
 
 
 def descriptor(connection: BaseDatabaseWrapper) -> int | None:
@@ -137,9 +136,9 @@ def is_cut(connection: BaseDatabaseWrapper) -> bool:
 
 
 def is_under_way(connection: BaseDatabaseWrapper) -> bool:
-    """Return True if the server is running a request that it can be told to end; no I/O.
+    """Return True if the server is running a request that cancel() can end; no I/O.
 
-    False behind a pooler, whose session numbers are not the server's, and after cut(), which the server notices itself.
+    False behind a pooler, whose session numbers are not the server's, and after cut(), which the server notices.
     """
     server = getattr(connection.connection, "pgconn", None)
     if server is None:
@@ -152,16 +151,16 @@ def is_under_way(connection: BaseDatabaseWrapper) -> bool:
 
 
 def cancel(connection: BaseDatabaseWrapper, another: Callable[[], Any]) -> None:
-    """Ask the server to end the running request; by *another* connection, if need be.
+    """Ask the server to end the running request, on *another* connection if needed.
 
-    It may take longer than a request: nobody waits for it, and a session that is not ended would stay.
+    This may take longer than a request, as nobody waits for it, and the session must not stay on the server.
     """
     raw: Any = connection.connection
     with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
         if _has_cancel_safe():
             raw.cancel_safe(timeout=CANCEL)
             return
-        # Before libpq 17 it has no time limit, and no thread of the process runs meanwhile.
+        # Before libpq 17, cancelling has no time limit, and blocks all threads of the process: use a statement.
         with contextlib.closing(another()) as other:
             other.distlock_cursor.execute(f"SELECT pg_cancel_backend({raw.info.backend_pid})")
 
@@ -173,7 +172,7 @@ def _has_cancel_safe() -> bool:
 
 
 def cut(connection: BaseDatabaseWrapper) -> None:
-    """Shut the connection down, so that a thread that waits for its reply gets an error at once."""
+    """Shut the connection down: a thread that waits for a reply on it gets an error at once."""
     found = descriptor(connection)
     if found is None or found < 0:
         return
@@ -213,7 +212,7 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
 
 
 def _wait(raw: Any, work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-    """Wait as psycopg does, but at most for the time limit of *raw*."""
+    """Wait like psycopg, but at most for the time limit of *raw*, the connection."""
     if raw.distlock_bound is not None:
         work = _bounded(work, clock.wait_time() + raw.distlock_bound)
     return raw.__class__.wait(raw, work, *args, **kwargs)
@@ -232,9 +231,9 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
         return done.value
 
 
-#: Attributes that are set on a connection of mysqlclient: methods that replace its C code, and its socket.
+#: Attributes that we set on a connection of mysqlclient: methods that replace C code, and the socket's number.
 _BOUND = ("query", "commit", "rollback", "autocommit", "distlock_descriptor")
-#: The numbers of errors from its C code: the connection is lost.
+#: The numbers of errors from the C code: the connection is lost.
 _CLIENT_ERRORS = range(2000, 3000)
 
 
@@ -254,7 +253,7 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
                 raw.distlock_descriptor = -1  # closed; the number may be used again
             raise
         except BaseException:
-            # close() would send COM_QUIT, which the server takes for a sign that the waiter is alive.
+            # Not close(), which would send COM_QUIT: the server would take that as a sign of life, and go on waiting.
             cut(connection)
             raise
 

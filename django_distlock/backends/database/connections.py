@@ -1,4 +1,4 @@
-"""Connections of this package: a lease must not live in a transaction of the caller's connection."""
+"""Own connections of this package, because a lease must not live in a transaction of the caller's connection."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 #: Seconds after which an idle connection is closed.
 IDLE = 30.0
-#: Raised if the settings of an alias of DATABASES are wrong.
+#: The errors for wrong settings of an alias of DATABASES.
 _WRONG_SETTINGS = (TypeError, ValueError, ImproperlyConfigured)
-#: In the errors of a server or a user without the right to write; at other errors tables may be missing.
+#: Matches errors for a missing permission to write; with other errors, tables may be missing.
 _NO_RIGHT = re.compile("denied|read.?only", re.IGNORECASE)
-#: The first number of the errors that drivers for MariaDB and MySQL raise without the server.
+#: The first number of the errors that come from the drivers for MariaDB and MySQL, not from the server.
 _OF_DRIVERS = 2000
-#: Connections of a parent process: kept, because to close them would end the parent's sessions.
+#: The parent process's connections: kept, because closing them would end the parent's sessions.
 _OF_PARENTS: list[BaseDatabaseWrapper] = []
 
 
 class Unusable(Exception):
-    """The server cannot keep locks, or not in its present state. *advice*: what to do."""
+    """The server cannot keep locks, at least not in its present state. *advice*: what to do."""
 
     def __init__(self, problem: str, advice: str = "") -> None:
         super().__init__(problem)
@@ -91,7 +91,7 @@ class OwnConnections:
     def forget(self) -> None:
         """Start without connections."""
         self._idle = IdleStack()
-        #: All connections, idle or borrowed, until they are closed, or lost by an asynchronous exception.
+        #: All connections, idle or borrowed, until they are closed or an asynchronous exception drops them.
         self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
         self._mutex = section()
         #: The bells of callers that wait for a connection, first come, first served.
@@ -99,9 +99,9 @@ class OwnConnections:
         self._closes_idle = False
 
     def ask(self, verb: Callable[..., _T], *args: Any, left: float | None = 0.0) -> _T:
-        """Return what *verb* returns for the dialect's cursor of a connection; database errors become lock errors.
+        """Call *verb* with the dialect's cursor of a connection, and return its result; database errors become lock errors.
 
-        *left*: as for borrow().
+        *left*: see borrow().
         """
         connection = self.borrow(left)
         try:
@@ -138,7 +138,7 @@ class OwnConnections:
             self.give_back(connection, is_sound=is_sound)
 
     def open(self, *, bounded: bool = True) -> BaseDatabaseWrapper:
-        """Open a connection; a bounded one gives up a request that has no answer in time."""
+        """Open a connection; if *bounded*, a request fails without an answer in time."""
         connection: BaseDatabaseWrapper = self._new()
         self._connect(connection, bounded=bounded)
         return connection
@@ -157,8 +157,8 @@ class OwnConnections:
     ) -> Any:
         """Return a connection for one caller alone, first come, first served.
 
-        NotSent if none comes free for io_timeout, and for the *left* seconds that the caller has (None: no limit), or
-        if the wait *is_given_up*, which is asked at least once per io_timeout.
+        NotSent if no connection comes free within io_timeout, or within *left* seconds if that is longer (None: no
+        limit), or once *is_given_up* returns True, which is called at least once per io_timeout.
         """
         try:
             if not self._callers:
@@ -175,16 +175,16 @@ class OwnConnections:
         return connection
 
     def give_back(self, connection: Any, *, is_sound: bool) -> None:
-        """Take a borrowed connection back; if it is not sound, close it and all idle ones.
+        """Take a borrowed connection back; if it is not sound, close it and all idle connections.
 
-        While Django's tests run, each is closed, as a test database with open connections cannot be destroyed.
+        While Django's tests run, every connection is closed, because Django could not destroy the test database.
         """
         if not is_sound or ("django.test.utils" in sys.modules and conf.tests_run()):
             if is_under_way(connection):
                 self._cancel(connection)
             else:
                 self._close(connection)
-            # The idle ones are probably broken too: the server was restarted.
+            # The idle connections are probably broken, too: the server was restarted.
             self.close()
             return
         connection.used_at = clock.wait_time()
@@ -196,7 +196,7 @@ class OwnConnections:
             background.submit(self.alias, self._close_idle, IDLE)
 
     def _next_free(self, left: float | None, is_given_up: Callable[[], object]) -> Any:
-        """Return an idle connection, or a new one that is not open yet, once no earlier caller waits for one."""
+        """Return an idle connection, or a new unopened one, once no earlier caller waits for one."""
         wait = Wait(None if left is None else max(left, self._io_timeout))
         bell = ThreadBell()
         try:
@@ -209,11 +209,11 @@ class OwnConnections:
                         f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
                     )
                     raise NotSent(self.alias, problem)
-                # A connection that an asynchronous exception has lost is replaced without a ring.
+                # Look again from time to time: no bell rings for a connection that an asynchronous exception has dropped.
                 bell.wait(wait.bounded(self._io_timeout))
         finally:
             self._callers.remove(bell)
-            self._ring_first()  # the next caller may get one, too
+            self._ring_first()  # there may be a connection for the next caller, too
 
     def _idle_or_new(self) -> Any:
         with suppress(IndexError):
@@ -226,7 +226,7 @@ class OwnConnections:
             return connection
 
     def _new(self) -> Any:
-        """Return a connection that is not open yet."""
+        """Return a new, unopened connection."""
         connection: Any = connections.create_connection(self._database)
         connection.__class__ = _class_of_own(connection.__class__)
         connection.settings_dict = self._settings()
@@ -238,7 +238,7 @@ class OwnConnections:
 
     def _connect(self, connection: Any, *, bounded: bool = True) -> None:
         if not project.USE_TZ:
-            # PostgreSQL would give times in TIME_ZONE, without a zone; tokens count by UTC.
+            # Otherwise PostgreSQL would return naive times in TIME_ZONE, but tokens are counted in UTC.
             connection.timezone_name = "UTC"
         connection.inc_thread_sharing()
         began = clock.lease_time()
@@ -248,7 +248,7 @@ class OwnConnections:
             except (OperationalError, InterfaceError) as error:
                 if is_word_of_server(error) or clock.lease_time() - began > steps.SETTLE:
                     raise
-                # The connection broke while it was opened: no request was sent yet.
+                # The connection broke while it was opened, before any request.
                 _close_quietly(connection)
                 self._prepare(connection, bounded=bounded)
         except (DatabaseError, InterfaceError, TimeoutError, *_WRONG_SETTINGS) as error:
@@ -265,8 +265,8 @@ class OwnConnections:
 
     def _prepare(self, connection: Any, *, bounded: bool) -> None:
         connection.ensure_connection()
-        # A database engine that overrides only get_new_connection() may have taken it from a pool of SQLAlchemy, which would
-        # lend it again.
+        # A database engine that overrides only get_new_connection() may have taken the connection from a pool of
+        # SQLAlchemy, which would lend it again.
         if (detach := getattr(connection.connection, "detach", None)) is not None:
             detach()
         connection.connection = driver_of(connection)
@@ -275,9 +275,9 @@ class OwnConnections:
         connection.distlock_cursor = self._dialect.cursor(connection)
 
     def _cancel(self, connection: BaseDatabaseWrapper) -> None:
-        """Ask the server to end the request, then close *connection*; until then it counts as open.
+        """Ask the server to end the request, then close *connection*, which counts as open until then.
 
-        Otherwise a commit that waits for a synchronous standby would keep its session on the server.
+        Without this, a commit that waits for a synchronous standby would keep its session on the server.
         """
 
         def end() -> None:
@@ -310,12 +310,12 @@ class OwnConnections:
             background.submit(self.alias, self._close_idle, IDLE)
 
     def _settings(self) -> dict[str, Any]:
-        # Read again, as they may have changed since this thread's connections were made.
+        # Read the settings again, as they may have changed since this thread's connections were made.
         settings: dict[str, Any] = {**connections.settings[self._database]}
         settings.update(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False, AUTOCOMMIT=True)
-        # No deep copy: what a project puts there, such as an SSLContext, may not allow it.
+        # Not a deep copy, which some OPTIONS, such as an SSLContext, do not allow.
         settings["OPTIONS"] = {**settings["OPTIONS"]}
-        # An application's pool must not be drained by its locks.
+        # No pool, because locks must not drain the application's pool.
         settings["OPTIONS"].pop("pool", None)
         settings["OPTIONS"].update(self._dialect.connection_options(settings, self._io_timeout))
         return settings
@@ -326,7 +326,7 @@ class OwnConnections:
         try:
             yield
         except (LockError, TransactionManagementError):
-            raise  # LockNotAcquired is a TimeoutError; the other one is of the caller's own transaction
+            raise  # LockNotAcquired is a TimeoutError; TransactionManagementError is about the caller's transaction
         except TimeoutError as error:
             raise self._lost(error) from root_cause(error)
         except (DatabaseError, InterfaceError) as error:
@@ -354,7 +354,7 @@ class OwnConnections:
 
 @cache
 def _class_of_own(wrapper: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
-    """Return a subclass of *wrapper* for own connections, which come from no pool that *wrapper* has.
+    """Return a subclass of *wrapper* for own connections, without the connection pool that *wrapper* may have.
 
     A pool would lend the sessions of locks, with their settings, to the application, and would soon be empty.
     """
@@ -362,7 +362,7 @@ def _class_of_own(wrapper: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrappe
     def get_connection_params(self: BaseDatabaseWrapper) -> dict[str, Any]:
         try:
             return wrapper.get_connection_params(self)
-        except Exception as error:  # such as that of a provider of passwords
+        except Exception as error:  # for example from a project's code for passwords
             msg = f"its ENGINE has no connection parameters: {first_line(error)}"
             raise ImproperlyConfigured(msg) from error
 
@@ -384,7 +384,7 @@ def _class_of_own(wrapper: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrappe
 
 
 def abandon(connection: BaseDatabaseWrapper) -> None:
-    """Cut *connection*, inherited over a fork, from its socket, and never close it."""
+    """Detach *connection*, inherited over a fork, from its socket, and never close it."""
     _OF_PARENTS.append(connection)
     found = descriptor(connection)
     if found is not None:
@@ -398,7 +398,7 @@ def is_word_of_server(error: BaseException | None) -> bool:
     while error is not None:
         if any(getattr(error, each, None) for each in ("sqlstate", "pgcode", "sqlite_errorcode")):
             return True
-        # PostgreSQL refuses a connection: drivers give only the text of that error.
+        # If PostgreSQL refuses a connection, drivers pass on only the text of the error.
         if "FATAL:" in str(error):
             return True
         number = error.args[0] if error.args else None
@@ -409,7 +409,7 @@ def is_word_of_server(error: BaseException | None) -> bool:
 
 
 def _close_quietly(connection: BaseDatabaseWrapper) -> None:
-    # With the driver's close(): Django's refuses to work in the thread of an event loop.
+    # By the driver's close(), because Django's raises an error in the thread of an event loop.
     driver, connection.connection = connection.connection, None
     with suppress(Error, OSError), connection.wrap_database_errors:
         if driver is not None:

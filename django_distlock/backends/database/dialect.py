@@ -34,13 +34,13 @@ COUNTER = "django_distlock_fencingcounter"
 WAITER = "django_distlock_lockwaiter"
 _EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - servers return times in UTC, some of them naive
 
-#: A parameter of a statement: how it is written, and found.
+#: How a parameter is written in a statement, and the pattern that finds it.
 MARK = "%({})s"
 PARAMETER = re.compile(r"%\((\w+)\)s")
 
-# The statements on rows of leases and positions. Dialect.sql() puts the SQL of its server into the braces.
+# The statements on the rows of leases and positions. Dialect.sql() replaces the braces by the SQL of its server.
 
-# Frees the lock if %(owner)s has it.
+# Frees the lock if %(owner)s holds it.
 _RELEASE = f"""
 UPDATE {LOCK} SET updated_at = {{updated}}, owner = NULL, last_owner = %(owner)s, holder = NULL,
     available_at = CASE WHEN expires_at > {{now}} THEN {{reserved}} ELSE available_at END
@@ -71,7 +71,7 @@ WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > {{now}}
 # For each row: the holder if the lease is valid, seconds until others can acquire it.
 _STATE = f"CASE WHEN expires_at > {{now}} THEN holder END, {{left}} FROM {LOCK} WHERE"
 LOOK = f"SELECT {_STATE} method_name = %(key)s"
-# The key comes before these. A list of keys follows.
+# The same for several keys, with the key in front. The list of keys follows.
 _PROBE = f"SELECT method_name, {_STATE} available_at > {{now}} AND method_name IN "
 
 _ENQUEUE = f"""
@@ -80,19 +80,19 @@ VALUES (%(line)s, %(position)s, %(channel)s, {{until}})
 """
 _DEQUEUE = f"DELETE FROM {WAITER} WHERE owner = %(position)s"
 
-# A list of keys follows. A row for each: its key, its token, whether it is free.
+# For each key: the key, the token, whether the lock is free. The list of keys follows.
 _LOOK_AT = (
     f"SELECT method_name, fencing_token, available_at <= {{now}} FROM {LOCK} WHERE method_name IN "
 )
-# Renews the position for PATIENCE seconds, if it has less than half of that left.
+# Renews the position for PATIENCE seconds, if less than half of that is left.
 _KEEP_POSITION = f"UPDATE {WAITER} SET expires_at = {{until}} WHERE owner = %(position)s AND expires_at < {{soon}}"
 
-# A condition: no valid position in the queue is before ours.
+# A condition: no valid position in the queue comes before ours.
 _TURN = f"""NOT EXISTS (
     SELECT 1 FROM {WAITER} AS w WHERE w.method_name = %(line)s AND w.expires_at > {{now}} AND w.owner <> %(position)s
       AND w.ticket < coalesce((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = %(position)s), 9223372036854775807))"""
 
-# Rows for a name that is used for the first time.
+# Insert the rows of a lock at its first use.
 CREATE = (
     f"""INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
     VALUES (%(key)s, %(name)s, 0, {{now}}, {{now}})""",
@@ -107,20 +107,20 @@ _SCHEMA = {
 
 
 class Dialect(ABC):
-    """The verbs in the SQL of one kind of server. Each gets the cursor() of a connection in autocommit."""
+    """The verbs in the SQL of one kind of server. Each verb gets the cursor() of a connection in autocommit."""
 
     #: Whether a retry should look, read-only, before it writes.
     looks_before_retry: ClassVar[bool] = True
-    #: What a parameter of a statement becomes for the driver.
+    #: How the driver writes a parameter.
     parameter: ClassVar[str] = MARK
-    #: SQL of the present time, of the time so many seconds from now, and so many seconds after another time.
+    #: SQL of the present time, of a time some seconds from now, and of a time some seconds after another time.
     now: ClassVar[str]
     after: ClassVar[str]
     later: ClassVar[str]
     #: SQL of the seconds until others can acquire the lock, and the name of the function for the latest time.
     left: ClassVar[str]
     greatest: ClassVar[str] = "greatest"
-    #: The ends of the statements that release a lock (whether the lease had not expired) and enqueue a waiter.
+    #: The last clauses of the statements that release a lock (returns whether the lease was valid) and enqueue a waiter.
     on_release: ClassVar[str] = "RETURNING expires_at > {now}"
     on_enqueue: ClassVar[str] = (
         "ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket"
@@ -143,7 +143,7 @@ class Dialect(ABC):
         self.keep_place_sql = self.sql(_KEEP_POSITION)
 
     def expressions(self) -> dict[str, str]:
-        """Return the SQL for each name that statements have in braces."""
+        """Return the SQL for each name in braces."""
         return {
             "now": self.now,
             "updated": self.now,
@@ -156,7 +156,7 @@ class Dialect(ABC):
         }
 
     def sql(self, statement: str, **more: str) -> str:
-        """Return *statement* for this server; *more*: the text of further braces."""
+        """Return *statement* in the SQL of this server; *more* are further names in braces, with their SQL."""
         known = self.expressions()
         turn = _TURN.format(**known) if self.fair else "TRUE"
         return PARAMETER.sub(
@@ -176,14 +176,14 @@ class Dialect(ABC):
 
     @abstractmethod
     def is_contention(self, error: Exception) -> bool:
-        """Return True if the statement only failed because of others that use the same rows."""
+        """Return True if the statement only failed because other clients use the same rows."""
 
     def is_wait_over(self, error: Exception) -> bool:
-        """Return True if others still had the row locked after the longest wait that was allowed."""
+        """Return True if the row was still locked at the end of the longest allowed wait."""
         return self.is_contention(error)
 
     def stands_in_the_way(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return True if the transaction of *connection*, the caller's, blocks all other writers."""
+        """Return True if the caller's transaction on *connection* blocks all other writers."""
         return False
 
     def is_refusal(self, error: Exception) -> bool:
@@ -191,7 +191,7 @@ class Dialect(ABC):
         return False
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        """Acquire the lock or return its holder. Crowded: it is free, but others are writing its rows."""
+        """Acquire the lock or return its holder. Crowded: the lock is free, but other clients are writing its rows."""
         answer = self.take(cursor, request)
         if queued and isinstance(answer, Grant):
             self.dequeue(cursor, request)
@@ -238,13 +238,13 @@ class Dialect(ABC):
         return None
 
     def look_at(self, cursor: Any, keys: Sequence[str]) -> dict[str, tuple[int, bool]]:
-        """Return by key, for those of *keys* that have a row, the token and whether the lock is free."""
+        """Return by key, for each of *keys* with a row, the token and whether the lock is free."""
         marks, known = listed(keys, self.parameter)
         cursor.execute(self.look_at_sql + marks, known)
         return {key: (token, bool(is_free)) for key, token, is_free in cursor.fetchall()}
 
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
-        """Take a position in the queue and return its ticket; *channel*: where to notify the waiter."""
+        """Take a position in the queue and return its ticket; *channel*: the channel for notifications to the waiter."""
         known = {**parameters(request), "channel": channel}
         cursor.execute(self.enqueue_sql, known)
         ticket: int = cursor.fetchone()[0]
@@ -259,7 +259,7 @@ class Dialect(ABC):
 
         *cursor* is Django's cursor on the caller's connection. *schema* is the result of schema_of_tables() on a
         connection of our own. Raise StaleSnapshot if the transaction reads data from before the lock was
-        acquired, OutOfReach if it must not use the tables.
+        acquired, OutOfReach if the connection has no access to the tables.
         """
         cursor.execute(
             f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s {self.guard_lock}",
@@ -269,7 +269,7 @@ class Dialect(ABC):
         return None if row is None else row[0]
 
     def is_guarded(self, cursor: CursorWrapper, key: str) -> bool:
-        """Return True if guard() blocks an acquire: only guard() locks the counter's row but not the lock's row."""
+        """Return True if a guard() blocks an acquire: only guard() locks the counter's row but not the lock's row."""
         if not cursor.db.features.has_select_for_update_nowait:
             return False
         nowait = cursor.db.ops.for_update_sql(nowait=True)
@@ -309,13 +309,13 @@ def schema_of_tables(cursor: CursorWrapper) -> str:
 def short_transaction(cursor: CursorWrapper) -> Iterator[None]:
     """Run the block in one transaction."""
     connection = cursor.db
-    # SQLite's driver itself would begin a transaction only before some statements.
+    # Forced, because SQLite's driver begins a transaction only before some statements.
     connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
     try:
         yield
         connection.commit()
     except BaseException:
-        # A connection that was interrupted in the middle of an answer stays out of autocommit, and is not used again.
+        # A connection interrupted in the middle of an answer stays without autocommit, so it is not used again.
         with suppress(Error, OSError):
             connection.rollback()
             connection.set_autocommit(True)
@@ -324,7 +324,7 @@ def short_transaction(cursor: CursorWrapper) -> Iterator[None]:
 
 
 def listed(values: Iterable[Any], mark: str = MARK) -> tuple[str, dict[str, Any]]:
-    """Return the SQL of a list of *values* for IN, and its parameters; *mark*: how the driver writes one."""
+    """Return the SQL of a list of *values* for IN, and its parameters, written like *mark*."""
     known = {f"item{number}": value for number, value in enumerate(values)}
     return f"({', '.join(map(mark.format, known))})", known
 
@@ -332,7 +332,7 @@ def listed(values: Iterable[Any], mark: str = MARK) -> tuple[str, dict[str, Any]
 def parameters(request: Request) -> dict[str, Any]:
     """Return the parameters of an acquire.
 
-    *taken_for*: seconds until others can acquire it, if it is not released. *position*: of its process in the queue.
+    *taken_for*: seconds until others can acquire an unreleased lock. *position*: that of this process in the queue.
     """
     return {
         "key": request.key,

@@ -1,4 +1,4 @@
-"""MariaDB and MySQL: one conditional UPDATE for each verb, which returns its result as LAST_INSERT_ID."""
+"""MariaDB and MySQL: each verb is one conditional UPDATE, which returns its result as LAST_INSERT_ID."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-# SYSDATE is the time at which it is evaluated, NOW the beginning of the statement: before a wait for the row.
+# SYSDATE is the time of its evaluation, NOW that of the beginning of the statement, before a wait for the row.
 _LATER = "{} + INTERVAL CAST({} * 1000000 AS SIGNED) MICROSECOND"
 _AFTER = _LATER.format("SYSDATE(6)", "{}")
 _LEFT = "TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6"
@@ -35,10 +35,10 @@ _TOKEN = f"GREATEST({{}} + 1, {MICROSECONDS})"
 
 # Acquires the lock for %(owner)s if it is free, and raises its fencing token.
 #
-# It locks and reads the lock's row first. It joins the counter's row only if the lock is free, so that a
-# refused statement does not lock that row, which guard() may hold. The join compares available_at with the
+# The statement locks and reads the lock's row first. It joins the counter's row only if the lock is free, so that a
+# refused statement does not lock the counter's row, which guard() may hold. The join compares available_at with the
 # begin of the statement, because a key must be known before the rows are read. The last line decides, by
-# the time at which it is evaluated.
+# the time of its evaluation.
 # Each assignment reads only its own old column and the clock, as the order of assignments across tables is
 # not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
 _ACQUIRE = f"""
@@ -51,7 +51,7 @@ SET l.owner = %(owner)s, l.holder = %(holder)s, l.fencing_token = {_TOKEN.format
     c.value = LAST_INSERT_ID({_TOKEN.format("c.value")}), c.holder = %(holder)s
 WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 """
-# Whether it is ours, the token, the holder, seconds until others can acquire it, and whether it is our turn.
+# Whether the lock is ours, the token, the holder, seconds until others can acquire it, and whether it is our turn.
 _LOOK = f"""
 SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), {_LEFT}, {{turn}}
 FROM {LOCK} AS l JOIN {COUNTER} AS c ON c.method_name = l.method_name WHERE l.method_name = %(key)s"""
@@ -61,14 +61,14 @@ CREATE = tuple(
 )
 #: ER_LOCK_WAIT_TIMEOUT, ER_LOCK_NOWAIT.
 _LOCK_NOT_AVAILABLE = {1205, 3572}
-#: These, and ER_LOCK_DEADLOCK, ER_CHECKREAD (the row changed after the snapshot).
+#: The same, and ER_LOCK_DEADLOCK, ER_CHECKREAD (the row changed after the snapshot).
 CONTENTION = {*_LOCK_NOT_AVAILABLE, 1213, 1020}
 #: Too long values are errors, and quotes and empty texts have their usual meaning.
 _SQL_MODE = "STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION"
 _NO_SUCH_TABLE = 1146
 #: ER_DBACCESS_DENIED_ERROR, ER_TABLEACCESS_DENIED_ERROR
 _OUT_OF_REACH = {1044, 1142, _NO_SUCH_TABLE}
-#: These, and ER_OPTION_PREVENTS_STATEMENT (read_only), ER_CANT_EXECUTE_IN_READ_ONLY_TRANSACTION (tx_read_only)
+#: The same, and ER_OPTION_PREVENTS_STATEMENT (read_only), ER_CANT_EXECUTE_IN_READ_ONLY_TRANSACTION (tx_read_only)
 _REFUSED = {*_OUT_OF_REACH, 1290, 1792}
 
 
@@ -85,7 +85,7 @@ class MySQL(Dialect):
         self._acquire, self._look_sql = self.sql(_ACQUIRE), self.sql(_LOOK)
 
     def expressions(self) -> dict[str, str]:
-        """Make a release return by LAST_INSERT_ID: 2 in time, 1 expired, 0 it was not ours."""
+        """Let a release return by LAST_INSERT_ID: 2 released, 1 expired before, 0 not ours."""
         updated = "IF(LAST_INSERT_ID(IF(expires_at > SYSDATE(6), 2, 1)), SYSDATE(6), NULL)"
         return {**super().expressions(), "updated": updated}
 
@@ -102,7 +102,7 @@ class MySQL(Dialect):
             cursor.execute("SET SESSION innodb_lock_wait_timeout = %s", [max(1, round(ROW_WAIT))])
 
     def cursor(self, connection: Any) -> Any:
-        """Return the driver's cursor. On MariaDB it prepares our statements, as EXECUTE takes values there."""
+        """Return the driver's cursor, which prepares our statements on MariaDB, where EXECUTE takes values."""
         cursor = super().cursor(connection)
         cursor.distlock_prepared = {} if connection.mysql_is_mariadb else None
         return cursor
@@ -127,7 +127,7 @@ class MySQL(Dialect):
         raise Crowded
 
     def _look(self, cursor: Any, request: Request) -> Grant | Busy | None:
-        """Return why an acquire was refused; None if the lock is free by now. Make its rows if they are missing."""
+        """Return why an acquire was refused; None if the lock is free by now. Insert the lock's rows if they are missing."""
         known = parameters(request)
         cursor.execute(self._look_sql, known)
         if (row := cursor.fetchone()) is None:
@@ -136,7 +136,7 @@ class MySQL(Dialect):
             return None
         is_ours, token, holder, left, is_our_turn = row
         if is_ours and holder is not None:
-            # Asked again after a lost reply, a lease counts from now, for the server too. It may have just ended.
+            # The reply to a grant was lost: extend the lease from now, on the server, too. It may have just ended.
             return Grant(token) if self.extend(cursor, [request])[0] else None
         if left > 0:
             return busy(holder, left)
@@ -155,7 +155,7 @@ class MySQL(Dialect):
         return ticket
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
-        """Lock in share mode, which reads the newest value; a plain read returns that of the snapshot."""
+        """Lock in share mode, which reads the newest value; a plain read would return the snapshot's."""
         select = f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s"
         try:
             cursor.execute(select, {"key": key})
@@ -189,7 +189,7 @@ def _run(cursor: Any, statement: str, values: dict[str, Any]) -> None:
 
 
 def configure(connection: BaseDatabaseWrapper) -> None:
-    """Set time zone, SQL mode and isolation level, whatever the machine or the project has set."""
+    """Set time zone, SQL mode and isolation level, instead of the machine's and the project's."""
     with connection.cursor() as cursor:
         cursor.execute(f"SET SESSION time_zone = '+00:00', sql_mode = '{_SQL_MODE}'")
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")

@@ -13,7 +13,7 @@ try:
     )
 except ImportError:
     if sys.modules.get("psycopg") or sys.modules.get("psycopg2"):
-        raise  # a signal handler has interrupted its import, and the next use finds it complete
+        raise  # a signal handler has interrupted the import, which the next use finds complete
     _is_psycopg3 = False
 
 from django_distlock.engine.values import Busy, Grant, Request, Secret
@@ -56,22 +56,22 @@ _LATER = "{} + make_interval(secs => {})"
 _AFTER = _LATER.format("clock_timestamp()", "{}")
 _LEFT = "extract(epoch FROM available_at - clock_timestamp())::float8"
 _AVAILABLE = _AFTER.format("%(taken_for)s")
-# Comes first in a list: a lease that has expired by then has expired for the columns after it.
+# Comes first in a list of columns: later columns never see a later time, so that the columns agree.
 _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
-# Makes the commit wait for the disk: a lease lost in a crash would have two holders. {}: for this transaction only.
+# Makes the commit wait for the disk: a lease lost in a crash would have two holders. {}: only for this transaction.
 _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, {})"""
 
-# Acquires the lock for %(owner)s if it is free for it, and raises its fencing token.
+# Acquires the lock for %(owner)s if it is free for this owner, and raises the fencing token.
 #
 # seen      the row as it is: a refusal ends here and writes nothing, no WAL and no transaction id.
-# allowed   whether it is ours already, and whether it is free and our turn.
-# counter   the counter's row, locked; none if guard() or another acquire has it locked.
-# configured   sets durability and a short lock_timeout for this transaction, whatever the session has set.
+# allowed   whether the lock is ours already, and whether it is free and our turn.
+# counter   the counter's row, locked; no row if guard() or another acquire has locked it.
+# configured   sets durability and a short lock_timeout for this transaction, instead of the session's.
 # granted   decides, on the newest version of the row and by a clock read after any wait for it.
 # counted   writes the token where guard() reads it.
-# One row: token (null: refused), holder, seconds until others can acquire it, whether it was seen free:
-# a refusal in spite of that means that the counter is locked.
+# One row: token (null: refused), holder, seconds until others can acquire the lock, whether it was seen free:
+# a refusal of a free lock means that the counter is locked.
 _ACQUIRE = f"""
 WITH seen AS (
     SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, {_HOLDER} AS holder,
@@ -114,7 +114,7 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
        (SELECT free FROM allowed){{more}}
 """
 
-# A waiter that is granted leaves the queue; one that is refused renews its position.
+# A waiter leaves the queue when it gets the lock, and renews its position when it is refused.
 _QUEUE = f""", gone AS (
     DELETE FROM {WAITER} WHERE owner = %(position)s AND EXISTS (SELECT FROM granted)
 ), kept AS (
@@ -123,16 +123,16 @@ _QUEUE = f""", gone AS (
         AND expires_at < {_AFTER.format(PATIENCE / 2)}
 )"""
 
-# Notifies the first valid waiter. Without a waiter there is no NOTIFY, as that takes a lock on the whole server
-# at commit.
+# Notifies the first valid waiter. Without a waiter there is no NOTIFY, which would lock the whole server at
+# commit.
 _RING = f"""
 SELECT pg_notify(channel, ticket::text) FROM {WAITER}
 WHERE method_name = %(line)s AND expires_at > clock_timestamp() AND channel <> ''{{more}} ORDER BY ticket LIMIT 1"""
 RING_NEXT = _RING.format(more="")
-#: What a forced release does beside its writes.
+#: The statement that a forced release runs after its writes.
 AFTER_FORCED_RELEASE = f"SELECT ({RING_NEXT}), {_DURABLE.format('true')}"
 
-# For a place: more than one may be free, so each caller that gets one wakes the next waiter.
+# For a place: several places may be free, so each caller that gets one wakes the next waiter.
 _OTHERS = " AND owner <> %(position)s AND EXISTS (SELECT FROM granted)"
 _QUEUE_OF_PLACES = f"{_QUEUE}, woken AS ({_RING.format(more=_OTHERS)})"
 
@@ -161,16 +161,16 @@ _READERS: dict[int, Callable[[bytes], Any]] = {16: b"t".__eq__, 20: int, 23: int
 
 
 class LeanCursor:
-    """Executes constant statements through libpq, in a third of the time of psycopg 3's own cursor."""
+    """Executes constant statements through libpq, three times as fast as psycopg 3's own cursor."""
 
     def __init__(self, connection: BaseDatabaseWrapper, *, prepares: bool) -> None:
-        """*prepares*: prepare each statement once, which needs a session of our own (no pooler)."""
+        """*prepares*: prepare each statement once, which needs a session that no pooler shares."""
         self._raw: Any = connection.connection
         self._prepares = prepares
         self._known: dict[str, tuple[bytes, list[str]]] = {}
 
     def execute(self, statement: str, values: dict[str, Any] | None = None) -> None:
-        """Send *statement*; its parameters are texts and floats. Without *values* it may be several statements."""
+        """Send *statement*, with texts and floats as *values*. Without *values*, it may be several statements."""
         if values is None:
             send_all = self._raw.pgconn.send_query
             self._result = result_of(self._raw, send_all, statement.encode())
@@ -208,7 +208,7 @@ class LeanCursor:
         return tuple(values)
 
     def _numbered(self, statement: str, values: dict[str, Any]) -> tuple[bytes, list[str]]:
-        """Return the text to send for *statement*, or its name if it is prepared, and its parameters in order."""
+        """Return the text of *statement*, or its name if it is prepared, and its parameters in order."""
         names = [*dict.fromkeys(PARAMETER.findall(statement))]
         text = PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", statement).encode()
         if self._prepares:
@@ -221,7 +221,7 @@ class LeanCursor:
 
 
 def _kind(value: object) -> int:
-    """Return the OID of a parameter's type; 0 lets the server find it out."""
+    """Return the OID of a parameter's type; 0: the server infers the type."""
     return 701 if isinstance(value, int | float) else 0
 
 
@@ -229,7 +229,7 @@ def result_of(raw: Any, send: Callable[..., None], *args: Any) -> PGresult:
     """Call *send* of libpq on psycopg 3's connection *raw*, and return the last result."""
     send(*args)
     if raw.distlock_poll is None or raw.pgconn.flush():
-        # Wait as psycopg does, which lets other greenlets run, and sends the rest first.
+        # Wait by psycopg, which first sends the rest, and lets other greenlets run.
         results: list[PGresult] = raw.wait(generators.execute(raw.pgconn))
     else:
         results = _received(raw, raw.pgconn)
@@ -254,7 +254,7 @@ def _received(raw: Any, server: Any) -> list[PGresult]:
             results.append(result)
     except OperationalError:
         if not results:
-            raise  # otherwise the results have the server's reason for ending the connection
+            raise  # if there are results, they have the server's reason for ending the connection
     return results
 
 
@@ -329,11 +329,11 @@ class PostgreSQL(Dialect):
         return [request.owner in kept for request in requests]
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
-        """Lock with FOR SHARE: renewals write another row, and an acquire of another caller skips a locked one."""
+        """Lock with FOR SHARE: renewals write another row, and the acquire of another caller skips a locked row."""
         try:
             return super().guard(cursor, schema, key, token)
         except Exception as error:
-            # Under REPEATABLE READ: the row was written after the snapshot of this transaction.
+            # Under REPEATABLE READ, the row was written after the snapshot of this transaction.
             if sqlstate(error) == "40001":
                 raise StaleSnapshot from error
             if sqlstate(error) in _OUT_OF_REACH:
@@ -348,7 +348,7 @@ def notify(cursor: Any, channel: str) -> None:
 def notes(raw: Any, seconds: float) -> Iterable[Any]:
     """Return the next notifications that reach *raw*, the driver's connection, within so many *seconds*."""
     try:
-        # Not by the driver, which may read a clock that tests stop.
+        # Not by the driver's method, which may read a clock that tests stop.
         wait_for_reply(raw.fileno(), seconds)
     except TimeoutError:
         return []
@@ -361,12 +361,12 @@ def notes(raw: Any, seconds: float) -> Iterable[Any]:
 
 
 def configure(connection: BaseDatabaseWrapper) -> bool:
-    """Set READ COMMITTED, writing and durable commits, whatever the role has set; return True if the session is ours alone.
+    """Set READ COMMITTED, writing and durable commits, instead of the role's settings; return True if the session is ours alone.
 
     A session behind a pooler stays unchanged; statements that fail there because of their isolation are repeated.
     """
     if HAS_PSYCOPG3:
-        # Every BEGIN contains it; psycopg2 would change the session instead.
+        # psycopg 3 puts it into every BEGIN; psycopg2 would change the session instead.
         connection.connection.isolation_level = IsolationLevel.READ_COMMITTED
     if not is_direct(connection):
         return False

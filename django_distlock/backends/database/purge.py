@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     Ask = Callable[..., Any]
     Parameters = dict[str, Any]
 
-#: Seconds. A statement that was sent before a row was deleted may create it again, with a token of its
-#: own time, which must be above the deleted one; and SQLite's clock counts milliseconds. Without this
-#: limit 4 of 6,000 tokens were issued twice there.
+#: The lowest *older_than*, in seconds. A late statement may insert a deleted row again, with a token of its own
+#: time, which must be above the deleted token; and SQLite's clock counts milliseconds. Without this
+#: limit, 4 of 6,000 tokens were issued twice on SQLite.
 LEAST_AGE = 10.0
 #: The keys of a batch become parameters of a statement; servers accept some ten thousand.
 LARGEST_BATCH = 10_000
 
-# It has no holder that could still renew it and no waiter, and the clock is past its token.
+# The lock has no holder that could still renew it and no waiter, and the clock is past its token.
 _IS_OLD = f"""l.available_at < %(cutoff)s AND l.updated_at < %(cutoff)s
     AND (l.owner IS NULL OR l.expires_at < %(cutoff)s) AND l.fencing_token < %(token)s
     AND NOT EXISTS (SELECT 1 FROM {WAITER} AS w WHERE w.method_name = l.method_name AND w.expires_at >= %(now)s)"""
@@ -62,7 +62,7 @@ def purge(
 ) -> Iterator[Purged]:
     """Purge, and yield each batch, of *batch_size* rows in one transaction.
 
-    *ask* runs a verb on a cursor in autocommit; *is_mine*: is a key of this alias.
+    *ask* runs a verb on a cursor in autocommit; *is_mine* returns True for a key of this alias.
     """
     known = ask(_moment, older_than, batch_size)
     ((first, last),) = ask(_fetched, _ENDS, known)
@@ -82,7 +82,7 @@ def _moment(cursor: CursorWrapper, older_than: float, batch_size: int) -> Parame
     now = server_now(cursor)
     cutoff = now - timedelta(seconds=older_than)
     write = cursor.db.ops.adapt_datetimefield_value
-    # A position in the queue that can no longer be renewed is useless, so older_than does not apply to it.
+    # *older_than* does not apply to positions in the queue: one that can no longer be renewed is useless.
     dead = now - timedelta(seconds=LEAST_AGE)
     instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
     return {**instants, "token": microseconds(cutoff), "size": batch_size}
@@ -98,7 +98,7 @@ def _delete(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:
     with short_transaction(cursor):
         locks = _select(cursor, _SEIZE + for_update(cursor), keys, known)
         deleted = _execute(cursor, _DELETE, [key for key, _ in locks], known)
-        # The counters come last, since an acquire takes a locked counter for busy. A counter that guard() holds stays.
+        # The counters come last, since for an acquire a locked counter means busy. A counter locked by guard() stays.
         names = [name for _, name in locks]
         counters = _select(cursor, _SEIZE_COUNTERS + for_update(cursor), names, known)
         _execute(cursor, _DELETE_COUNTERS, [name for (name,) in counters], known)

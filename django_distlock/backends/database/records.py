@@ -62,14 +62,14 @@ class _Taken(NamedTuple):
 
 
 class ServerNow(Now):
-    """The time of the server when it is read, in the form that lease rows are written in."""
+    """The present time of the server, in the form of lease rows."""
 
     def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Use the present time, not the begin of the statement, which may have waited."""
+        """Use the present time, not that of the beginning of the statement, which may have waited."""
         return self.as_sql(compiler, connection, template="CLOCK_TIMESTAMP()", **context)
 
     def as_mysql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Use UTC, whatever the time zone of this connection."""
+        """Use UTC, not the time zone of this connection."""
         return self.as_sql(compiler, connection, template="UTC_TIMESTAMP(6)", **context)
 
 
@@ -83,7 +83,7 @@ def rows(using: str) -> QuerySet[MethodLock]:
 def held(
     cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None, has_positions: bool
 ) -> list[Held]:
-    """Return the locks that are not free, ordered by their ends; with *key*, only that one.
+    """Return the locks that are not free, ordered by their ends; with *key*, only that lock.
 
     *has_positions*: whether waiters have positions in the database, so that they can be counted.
     """
@@ -96,7 +96,7 @@ def free_locks(cursor: CursorWrapper, head: str, text: str) -> list[Held]:
 
     *head*: what their keys have in front of the name.
     """
-    # In the form in which the column stores names.
+    # Search in the form in which the column stores names.
     stored = text if text.isascii() else json.dumps(text)[1:-1]
     has_text = Q(description__icontains=stored) | Q(method_name__icontains=stored)
     is_mine = Q(method_name__regex=rf"^{re.escape(head)}[^|]+$")
@@ -117,11 +117,11 @@ def _taken(
     one = {} if key is None else {"method_name": key}
     is_taken = Q(owner__isnull=False) | Q(available_at__gt=ServerNow())
     waiters = _waiters(cursor.db.alias) if has_positions else Value(None, IntegerField())
-    # Times as the driver returns them: Django's conversion takes long for thousands of rows.
+    # Raw times of the driver, because Django's conversion takes long for thousands of rows.
     instants = {f"read_{name}": ExpressionWrapper(F(name), Field()) for name in _INSTANTS}
     found = rows(cursor.db.alias).filter(is_taken, **one).annotate(waiters=waiters, **instants)
     columns = found.order_by("available_at").values_list(*_COLUMNS, *instants)
-    # A queryset would run on the application's connection, so its SQL is compiled for the cursor's one.
+    # A queryset would run on the application's connection, so its SQL is compiled for the cursor's connection.
     compiler, now = columns.query.get_compiler(connection=cursor.db), server_now(cursor)
     return (_Taken(now, *row) for row in compiler.results_iter())
 
@@ -145,7 +145,7 @@ def as_held(row: Any) -> Held:
 
 
 def holder_of(row: Any) -> Holder | None:
-    """Return the holder in *row*; None if it has none that can be read."""
+    """Return the holder in *row*; None if there is none, or its text is foreign."""
     return Holder.from_json(row.holder)
 
 
@@ -159,7 +159,7 @@ def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
 
 
 def free(cursor: CursorWrapper, row: Any) -> bool:
-    """Free the lock if it is still held or reserved as in *row*; return whether it was. Call it in a transaction.
+    """In a transaction, free the lock if it is still held or reserved as in *row*; return whether it was.
 
     The token is raised, so that guard() and fenced rows refuse the old holder from now on.
     """
@@ -172,7 +172,7 @@ def free(cursor: CursorWrapper, row: Any) -> bool:
     if is_freed:
         raise_counter(cursor, known)
         if cursor.db.vendor == "postgresql":
-            # As a release: durable, and wakes the next waiter; on other servers waiters look again by themselves.
+            # Like a release: durable, and wakes the next waiter; on other servers, waiters look again after pauses.
             cursor.execute(AFTER_FORCED_RELEASE, known)
     return is_freed
 

@@ -1,4 +1,4 @@
-"""SQLite: one statement for each verb, which is atomic there; the token is in the lock's own row."""
+"""SQLite: each verb is one statement, and so atomic; the token is in the lock's own row."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-#: Seconds that SQLite itself waits for the file; the backend tries again until its own limit.
-#: Pauses inside SQLite grow, so with longer waits old waiters would look rarely, and newer ones be first.
+#: Seconds that SQLite itself waits for the file; the backend repeats the statement until its own limit.
+#: Pauses inside SQLite grow, so with longer waits, newer waiters would look more often than old ones, and win.
 SLICE = 0.008
 
-# Times are text that sorts. 'now' is the same within one statement, and read after any wait for the file.
+# Times are sortable texts. 'now' is the same in all parts of a statement, and read after any wait for the file.
 _NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 _LATER = "strftime('%Y-%m-%d %H:%M:%f', {}, ({}) || ' seconds')"
 _AFTER = _LATER.format("'now'", "{}")
@@ -36,8 +36,8 @@ _LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
 
 _UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, {_AFTER.format(':taken_for')}"
 
-# Acquires the lock for :owner if it is free for it, and raises its fencing token.
-# One row with the token; none: refused. The same owner gets the same token again.
+# Acquires the lock for :owner if it is free for this owner, and raises the fencing token.
+# One row with the token; no row: refused. The same owner gets the same token again.
 _ACQUIRE = f"""
 INSERT INTO {LOCK} (method_name, description, owner, holder, fencing_token, acquired_at, expires_at,
                     available_at, updated_at)
@@ -62,7 +62,7 @@ AND name NOT LIKE 'django_distlock_%' AND name <> 'django_migrations' LIMIT 1
 
 
 class _Opened(sqlite3.Connection):
-    """A connection that is closed if one of Django's first statements fails, as on a locked file with a newer SQLite.
+    """A connection that closes if one of Django's first statements fails, as on a locked file with a newer SQLite.
 
     Django would leave it open. Later statements have cursors.
     """
@@ -76,7 +76,7 @@ class _Opened(sqlite3.Connection):
 
 
 class SQLite(Dialect):
-    """The verbs of SQLite, one statement each: the file has one writer at a time, so nothing else need be locked."""
+    """The verbs of SQLite, one statement each: the file has one writer at a time, so no row need be locked."""
 
     parameter = ":{}"
     now, after, later, left = _NOW, _AFTER, _LATER, _LEFT
@@ -88,7 +88,7 @@ class SQLite(Dialect):
         self._acquire, self._look = self.sql(_ACQUIRE), self.sql(LOOK)
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
-        """Return a short timeout for the locked file, as this process itself may have locked it."""
+        """Return a short timeout for a locked file, because this process itself may have locked it."""
         factory = settings["OPTIONS"].get("factory", _Opened)
         return {"timeout": SLICE, "transaction_mode": "IMMEDIATE", "factory": factory}
 
@@ -111,7 +111,7 @@ class SQLite(Dialect):
         return "locked" in str(error)
 
     def stands_in_the_way(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return True if its transaction has written, or has read without WAL. Does not wait.
+        """Return True if the caller's transaction has written, or has read without WAL. Does not wait.
 
         A checkpoint is refused in a transaction that has read or written.
         """
@@ -140,7 +140,7 @@ class SQLite(Dialect):
         return cursor.execute("PRAGMA data_version").fetchone()[0]
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
-        """Write the unchanged token, which makes the caller the file's only writer until its transaction ends."""
+        """Write the unchanged token, so that the caller is the file's only writer until its transaction ends."""
         try:
             cursor.execute(
                 f"UPDATE {LOCK} SET fencing_token = fencing_token WHERE method_name = %(key)s"
@@ -148,7 +148,7 @@ class SQLite(Dialect):
                 {"key": key},
             )
         except Exception as error:
-            # A transaction that has read cannot become the writer once another has written.
+            # A transaction that has read cannot write once another connection has written.
             if self.is_contention(error):
                 raise StaleSnapshot from error
             raise
@@ -157,18 +157,18 @@ class SQLite(Dialect):
 
 
 def _has_written(raw: sqlite3.Connection) -> bool:
-    """Return True if the open transaction of *raw* has written, as a backup of it is refused then."""
+    """Return True if the open transaction of *raw* has written: then SQLite refuses a backup."""
     outcomes: list[int] = []
 
     def stop(status: int, remaining: int, total: int) -> None:
         outcomes.append(status)
         raise _Stop
 
-    # Not by connect(), which returns a proxy under a monitoring agent.
+    # Not by connect(), which returns a proxy if a monitoring agent runs.
     with closing(sqlite3.Connection(":memory:")) as nowhere, suppress(_Stop):
         raw.backup(nowhere, pages=1, progress=stop)
     return outcomes == [sqlite3.SQLITE_BUSY]
 
 
 class _Stop(Exception):
-    """Ends the backup after one page."""
+    """Raised to end the backup after one page."""

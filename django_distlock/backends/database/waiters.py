@@ -36,7 +36,7 @@ GROWTH = 1.2
 
 
 class Listener:
-    """Wakes the waiters of this process, through one connection while there are any.
+    """Wakes the waiters of this process, through one connection while there are waiters.
 
     Each waiter also looks now and then, so a listener that fails costs time, not correctness.
     """
@@ -48,20 +48,20 @@ class Listener:
     def forget(self) -> None:
         """Start without waiters."""
         self._mutex = section()
-        #: By owner: the ticket or key for which to ring, and the bell.
+        #: By owner: the ticket or the keys for which to ring, and the bell.
         self._bells: dict[str, tuple[Any, Bell]] = {}
         self._wanted_until = 0.0
         self._is_running = False
         self._connection: Any = None
 
     def expect(self, owner: str, called: Any, bell: Bell) -> None:
-        """Ring *bell* from now on for *called*. A new connection rings all bells once, so no call is missed."""
+        """From now on, ring *bell* for *called*, a ticket or keys. A new connection rings all bells once, so none is missed."""
         with self._mutex:
             known, _ = self._bells.get(owner, (None, bell))
             self._bells[owner] = (known if called is None else called, bell)
             was_running, self._is_running = self._is_running, True
         try:
-            # An asynchronous exception may block this start for ever in Python 3.11, so it is outside the mutex.
+            # Outside the mutex, because an asynchronous exception may block this start for ever in Python 3.11.
             if not was_running:
                 start_daemon(self._run, "distlock-listen")
         except NoThreadError as error:
@@ -78,7 +78,7 @@ class Listener:
                 self._wanted_until = clock.wait_time() + LINGER
 
     def abandon(self) -> None:
-        """Leave the connection to the parent, in a forked child."""
+        """In a forked child, leave the connection to the parent."""
         if self._connection is not None:
             abandon(self._connection)
         self.forget()
@@ -109,7 +109,7 @@ class Listener:
         return self._connections.open()
 
     def _listen(self, connection: Any) -> None:
-        """Ring the bells that are called, until _is_wanted() returns False."""
+        """Ring bells when their tickets or keys are called, until _is_wanted() returns False."""
         raise NotImplementedError
 
     def _is_wanted(self) -> bool:
@@ -119,17 +119,17 @@ class Listener:
 
 
 class Notified(Listener):
-    """Rings for the tickets in PostgreSQL's notifications."""
+    """Rings the bells of the tickets in PostgreSQL's notifications."""
 
     def forget(self) -> None:
         super().forget()
-        #: The channel of this process; a forked child has a new one.
+        #: The channel of this process; a forked child makes a new one.
         self.channel = f"distlock_{secrets.token_hex(8)}"
         #: Whether it was logged that notifications do not arrive.
         self._has_told = False
 
     def is_reached(self) -> bool:
-        """Return whether notifications of the server arrive here."""
+        """Return whether notifications of the server arrive in this process."""
         connection = self._open()
         try:
             with self._connections.translated():
@@ -169,7 +169,7 @@ class Notified(Listener):
                     self._ring(note.payload)
 
     def _ring(self, called: str | None) -> None:
-        """Ring the bell of the ticket *called*; None rings all, as notifications may have been missed."""
+        """Ring the bell of the ticket *called*; None: ring all bells, as notifications may have been missed."""
         with self._mutex:
             bells = list(self._bells.values())
         for ticket, bell in bells:
@@ -178,16 +178,16 @@ class Notified(Listener):
 
 
 class _Seen(NamedTuple):
-    """The state of the locks at one look: the version of the database, and the tokens by key."""
+    """What one look has seen: the version of the database, and the tokens of the locks by key."""
 
     version: object = None
     tokens: Mapping[str, int] = {}
 
 
 class Watcher(Listener):
-    """Rings when a lock is free, on servers that cannot notify: it looks for all waiters of this process at once.
+    """Rings when a lock is free, on servers that cannot notify, by looking for all waiters of this process at once.
 
-    It looks often while a lock changes its holder, and less and less often while it does not.
+    A watcher looks often while a lock changes its holder, and less and less often while it does not.
     """
 
     def __init__(self, connections: OwnConnections, dialect: Dialect) -> None:
@@ -217,7 +217,7 @@ class Watcher(Listener):
                 try:
                     seen = self._look(connection.distlock_cursor, before)
                 except Exception as error:
-                    # Others are using the file; the next look may succeed.
+                    # Other clients are using the file; the next look may succeed.
                     if not self._dialect.is_contention(error):
                         raise
                 pause = min(longest, pause * GROWTH) if seen.tokens == before.tokens else shortest
@@ -226,7 +226,7 @@ class Watcher(Listener):
                     seen = _Seen()
 
     def _look(self, cursor: Any, before: _Seen) -> _Seen:
-        """Ring for the locks that are free; return what was seen. *before*: what was seen at the last look."""
+        """Ring for the locks that are free; return what this look has seen. *before* is what the last look has seen."""
         with self._mutex:
             waiting = list(self._bells.values())
         keys = sorted({key for those, _ in waiting for key in those})

@@ -1,1 +1,1 @@
-"""Locks that a connection of their own holds: they end with it, or once it has been silent for the ttl."""
+"""Locks held by a connection each: a lock ends with its connection, or once that has been silent for the ttl."""

@@ -1,4 +1,4 @@
-"""The common part of RowLockBackend and AdvisoryBackend: a session for each lock, lost with its connection."""
+"""The common part of RowLockBackend and AdvisoryBackend: each lock has a session, and is lost with its connection."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
     from .sessions import SessionServer
 
-#: How many connections serve the statements beside the sessions.
+#: How many connections there are for statements outside the sessions.
 BESIDE = 4
-#: A wait that took less than this part of the ttl only makes the lease shorter: a request would cost more.
+#: A wait of less than this part of the ttl shortens the lease, because an extension would cost more.
 SHORT_WAIT = 0.05
-#: The error for a signal handler or finalizer that needs a connection on which its own thread is in a request.
+#: The error for a signal handler or finalizer that interrupted a request on the connection that it needs.
 INTERRUPTS = "this code has interrupted its own thread in the midst of a request of the same lock"
 
 
@@ -54,9 +54,9 @@ class SessionBackend(BaseDatabaseBackend):
     """Locks that end with the connection that holds them, or once it has been silent for the ttl."""
 
     session_bound = True
-    #: What is written for each kind of server.
+    #: By kind of server, the class with its SQL.
     servers: ClassVar[dict[str, type[SessionServer]]]
-    #: Whether a lock is a row, which must be there before it is locked.
+    #: Whether a lock is a row, which must exist before it can be locked.
     needs_row: ClassVar[bool] = False
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -76,7 +76,7 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _forget_sessions(self) -> None:
         self._mutex = section()
-        #: By owner, those that hold and those that wait.
+        #: The sessions that hold or wait, by owner.
         self._sessions: dict[str, DatabaseSession] = {}
         self._released, self._interrupted = Recent(), Recent()
 
@@ -109,7 +109,7 @@ class SessionBackend(BaseDatabaseBackend):
         try:
             return self._ask_on(session, verb, left, to_wait=to_wait)
         except LockBackendError:
-            # An idle connection had died, or a new one died while it was opened. It holds no lock, so try another one.
+            # An idle connection had died, or a new one died while it was opened. It holds no lock, so use another one.
             if not session.was_cut or (to_wait and session.is_open):
                 raise
         return self._ask_on(session, verb, left, to_wait=to_wait)
@@ -124,7 +124,7 @@ class SessionBackend(BaseDatabaseBackend):
             session.interrupt()
 
     def dequeue(self, request: Request) -> None:
-        """End the wait of this request, and free what it may have got meanwhile."""
+        """End the wait of this request, and release the lock if it was granted meanwhile."""
         self.interrupt(request)
         self.release(request)
 
@@ -144,12 +144,12 @@ class SessionBackend(BaseDatabaseBackend):
             if request.owner in self._released:
                 return Release.RELEASED
             return Release.GONE if self.probe(request) is None else Release.TAKEN
-        # Before the session ends: is_session_over() may be asked before the lease knows of its release.
+        # Before the session ends, because is_session_over() may be called before the lease knows of its release.
         self._released.add(request.owner)
         is_freed = self._free(session)
         if request.shared and self.supports_listing:
             keys = [reader_key(request.key, session.owner_digest)]
-            with suppress(LockBackendError):  # listing forgets it too
+            with suppress(LockBackendError):  # else a listing deletes the row
                 self._insist(occupants.forget_readers, keys)
         return Release.RELEASED if is_freed else Release.GONE
 
@@ -167,7 +167,7 @@ class SessionBackend(BaseDatabaseBackend):
         return self._press(occupants.end_holding, self.server, key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Return an error if the server cannot be used, such as a pooler or a Galera cluster; ask only *databases*."""
+        """Return an error for a server that cannot be used, such as a pooler or a Galera cluster; ask only *databases*."""
         tables = (LOCK, COUNTER) if self.supports_fencing else ()
         if databases is None:
             return [*self.check_driver(), *(self.check_installed() if tables else ())]
@@ -189,21 +189,21 @@ class SessionBackend(BaseDatabaseBackend):
         self._pool.close()
 
     def abandon_after_fork(self) -> None:
-        """Drop the parent's sessions too, without closing them."""
+        """Drop the parent's sessions, too, without closing them."""
         super().abandon_after_fork()
         for session in self._sessions.values():
             abandon(session.connection)
         self._pool.abandon()
         self._forget_sessions()
 
-    # Sessions: one on which something fails is closed.
+    # Sessions. A session is closed when anything fails on it.
 
     def _holding(self, request: Request) -> DatabaseSession | None:
         session = self._sessions.get(request.owner)
         return session if session is not None and session.grant is not None else None
 
     def _open(self, session: DatabaseSession, left: float | None, *, to_wait: bool) -> None:
-        """Give *session* its connection; NotSent if none comes free in the *left* seconds that its caller has.
+        """Give *session* a connection; NotSent if none comes free in *left* seconds.
 
         With *to_wait*, test an idle connection before it is used; otherwise the first statement finds a dead one.
         """
@@ -218,12 +218,12 @@ class SessionBackend(BaseDatabaseBackend):
         session.connection = connection
         with self._mutex:
             self._sessions[owner] = session
-            # It may have been interrupted before it began; one that was released may ask again.
+            # The owner may have been interrupted before this, or may have released an earlier lock.
             self._released.pop(owner, None)
             if self._interrupted.pop(owner, False):
                 session.is_interrupted = True
         if not hasattr(connection, "distlock_number"):
-            #: For how many seconds the server was told to bear the session's silence.
+            #: After how many seconds of silence the server ends the session.
             connection.distlock_limit = None
             self.server.begin(connection)
         session.is_open = True
@@ -234,7 +234,7 @@ class SessionBackend(BaseDatabaseBackend):
             self._close(each, is_sound=False)
 
     def _close(self, session: DatabaseSession, *, is_sound: bool) -> None:
-        """Forget *session*; its connection is used again if it *is_sound*, else closed."""
+        """Forget *session*; use its connection again if it *is_sound*, else close it."""
         with self._mutex:
             if self._sessions.get(session.request.owner) is not session:
                 return
@@ -250,11 +250,11 @@ class SessionBackend(BaseDatabaseBackend):
         *,
         to_wait: bool = False,
     ) -> Grant | Busy:
-        """Open the session and return what *verb* answers; unless that is a Grant, close the session."""
+        """Open the session and return the answer of *verb*; unless that is a Grant, close the session."""
         try:
-            # Opened in here: an asynchronous exception must not leave it open.
+            # Inside "try", because an asynchronous exception must not leave the session open.
             self._open(session, left, to_wait=to_wait)
-            start = clock.lease_time()  # the wait for a connection is no part of the lease
+            start = clock.lease_time()  # the lease begins after the wait for a connection
             answer = verb(session)
             if isinstance(answer, Grant):
                 start = answer.start or start
@@ -270,12 +270,12 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _take(self, session: DatabaseSession, *, left: float | None) -> Grant | Busy:
         request = session.request
-        # Of several readers each waits for the others' tokens.
+        # More patience for readers, who wait for each other's tokens.
         patience = STAY if request.shared else LOOK
         answer = self.server.take(session, patience)
         if answer is None:
             self.make_row(request.key, request.name)
-        # Try again if the row has just been made, or if there is no wait: a look at a row locks it for a moment.
+        # Try again if the row has just been made, or for a single try: is_held() of another caller locks a row briefly.
         is_only_try = left == 0 and self.needs_row
         if answer is None or (is_only_try and isinstance(answer, Busy)):
             answer = self.server.take(session, patience)
@@ -290,7 +290,7 @@ class SessionBackend(BaseDatabaseBackend):
                 self.make_row(request.key, request.name)
             if isinstance(answer, Grant):
                 # The server counts the silence from the grant, whose time is not known. After a long wait, send
-                # a request, from which it counts again.
+                # a request, from which the server counts again.
                 start = clock.lease_time()
                 if start - began > request.ttl * SHORT_WAIT:
                     self.server.keep(session, request.ttl)
@@ -302,7 +302,7 @@ class SessionBackend(BaseDatabaseBackend):
     def _completed(
         self, session: DatabaseSession, answer: Grant | Busy, patience: float
     ) -> Grant | Busy:
-        """Return *answer* with a new token, or with the last holder, both from the tables."""
+        """Return a grant with a new token, or a refusal with the last holder, both from the tables."""
         request = session.request
         if not self.supports_fencing:
             return answer
@@ -317,12 +317,12 @@ class SessionBackend(BaseDatabaseBackend):
                 return Busy()
             answer = Grant(token, answer.start)
         if request.shared:
-            # Each reader has a row of its own, since the counter names only the last one.
+            # Each reader has its own row, because the counter names only the last holder.
             reader = reader_key(request.key, session.owner_digest)
             known = {"key": reader, "token": answer.token, "holder": session.record()}
             self._insist(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
-            self.make_row(request.key, request.name)  # for people, beside the token
+            self.make_row(request.key, request.name)  # stores the long name for listings
         return answer
 
     def _count(self, session: DatabaseSession, patience: float) -> int | None:
@@ -339,13 +339,13 @@ class SessionBackend(BaseDatabaseBackend):
                     return None
                 time.sleep(wait.next_pause(longest=SHORT_PAUSE))
             except LockOutcomeUnknown:
-                # An idle connection had died unseen; a token may well be raised twice.
+                # An idle connection had died unnoticed. Raising a token twice does no harm.
                 if is_again:
                     raise
                 is_again = True
 
     def _keep(self, request: Request) -> bool:
-        """Renew the time for which the server keeps the session; return False if it is over."""
+        """Renew the time for which the server keeps the session; return False if the session is over."""
         session = self._holding(request)
         if session is None:
             return False
@@ -353,9 +353,9 @@ class SessionBackend(BaseDatabaseBackend):
             raise LockBackendError(self.alias, INTERRUPTS)
         with session.mutex:
             if self._sessions.get(request.owner) is not session:
-                return False  # its connection may be another session's by now
+                return False  # another session may use the connection by now
             start = clock.lease_time()
-            # An extension never shortens.
+            # An extension never shortens the lease.
             seconds = max(request.ttl, session.ends - start)
             # Only this session can extend the lock, so a slow server gets more time.
             usually = self.options.io_timeout
@@ -373,9 +373,9 @@ class SessionBackend(BaseDatabaseBackend):
         return True
 
     def _free(self, session: DatabaseSession) -> bool:
-        """Give the lock back; False if the session had ended before."""
+        """Release the lock; return False if the session had ended before."""
         if session.interrupts_request:
-            # The lock ends with the connection; the rest is done once the interrupted request is over.
+            # The lock ends with the connection; the job cleans up once the interrupted request is over.
             cut(session.connection)
             background.submit(self.alias, partial(self._free, session), 0.0)
             return True
@@ -386,14 +386,14 @@ class SessionBackend(BaseDatabaseBackend):
             was_cut = is_cut(session.connection)
             try:
                 is_freed = self.server.free(session)
-            except Exception:  # noqa: BLE001 - translated, or raised as it is
+            except Exception:  # noqa: BLE001 - raised again, translated if it is a database error
                 try:
                     with self._translated(session):
                         raise
                 except LockBackendError as error:
                     if not is_cut(session.connection):
                         raise
-                    # As far as we know, the connection broke after the request: the lock was held, and is free now.
+                    # As far as we know, the connection broke after the request: the lock was held until then.
                     is_answer_lost = not was_cut and not is_word_of_server(error)
             finally:
                 self._close(session, is_sound=is_freed)
@@ -411,7 +411,7 @@ class SessionBackend(BaseDatabaseBackend):
     # Statements on other connections.
 
     def make_row(self, key: str, name: str) -> None:
-        """Make the lock's row if there is none, in a transaction of its own."""
+        """Make the lock's row if there is none, in a separate transaction."""
         self._insist(self.server.make_row, key, name)
 
     def _look(self, cursor: Any, request: Request) -> Busy | None:

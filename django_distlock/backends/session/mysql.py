@@ -56,12 +56,12 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 _WAS_USED = f"SELECT 1 FROM {COUNTER} WHERE value > %(token)s AND holder LIKE %(session)s LIMIT 1"
 
 
-# Needs no privilege. Variables that a server does not have are left out.
+# Needs no privilege. The server leaves out variables that it does not have.
 MODES = f"SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only', '{ONE_PRIMARY}')"
 
 
 class OneServer(MySQL):
-    """Refuses servers that do not know the locks of the others: the nodes of a cluster, a replica."""
+    """A dialect that refuses servers that do not know all locks: the nodes of a cluster, a replica."""
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         super().prepare(connection)
@@ -71,7 +71,7 @@ class OneServer(MySQL):
 
 
 def must_know_all_locks(alias: str, modes: dict[str, str]) -> None:
-    """Raise Unusable if the server of *alias*, with these variables, does not know the locks of others."""
+    """Raise Unusable if the server of *alias*, which has the variables *modes*, does not know all locks."""
     cluster = advice = ""
     if modes.get("wsrep_on", "OFF") != "OFF":
         cluster, advice = "Galera cluster", "DatabaseBackend works on a Galera cluster"
@@ -125,7 +125,7 @@ class MySQLSessions(SessionServer):
         return self._try(session, 0)
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
-        """Wait on the server, for whole seconds if it counts no others; for less than a second, try again and again."""
+        """Wait on the server, which may count whole seconds only; for less than a second, try again after pauses."""
         if session.connection.distlock_limit != session.request.ttl:
             self.keep(session, session.request.ttl)
         left = LONGEST if wait.left is None else min(LONGEST, wait.left)
@@ -139,7 +139,7 @@ class MySQLSessions(SessionServer):
 
     @abstractmethod
     def _try(self, session: DatabaseSession, seconds: float) -> Grant | Busy | None:
-        """Acquire the lock in *seconds*, as far as the server counts them; None if it has no row."""
+        """Acquire the lock in *seconds*, maybe rounded down; None if the lock's row is missing."""
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         """Raise the token by one statement, or by three at the first use of a name."""
@@ -160,7 +160,7 @@ class MySQLSessions(SessionServer):
             cursor.execute(CREATE[0], known)
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
-        """Kill the session that is recorded beside the token, if the lock is still held, and wait for its end."""
+        """Kill the session that is recorded with the token, if it still holds the lock, and wait for its end."""
         occupant = counted.by(owner_digest)
         if (
             occupant is None
@@ -185,7 +185,7 @@ class MySQLRows(MySQLSessions):
             connection.distlock_cursor.execute("SET SESSION autocommit = 0")
 
     def free(self, session: DatabaseSession) -> bool:
-        """Free the lock by COMMIT, which flushes nothing, as nothing was written."""
+        """Free the lock by COMMIT, which does not wait for the disk, as nothing was written."""
         session.execute("COMMIT")
         return True
 
@@ -200,7 +200,7 @@ class MySQLRows(MySQLSessions):
         return False
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        """Return the locks that are held: try, for a moment each, the rows that a living session acquired last."""
+        """Return the held locks: briefly try to lock each row that a living session acquired last."""
         cursor.execute("SELECT id FROM information_schema.processlist")
         newest = {number: 0 for (number,) in cursor.fetchall()}
         for counted in known.values():
@@ -262,7 +262,7 @@ class MySQLAdvisory(MySQLSessions):
                 yield as_held(counted, last.owner_digest, waiters[key], shared=False)
 
     def _users(self, cursor: Any, keys: list[str]) -> dict[str, int | None]:
-        """Return by key the session that holds the lock, or None."""
+        """Return the session that holds the lock, or None, by key."""
         found: dict[str, int | None] = {}
         for some in batches(keys, BATCH):
             names = [lock_name(cursor.db.settings_dict["NAME"], key) for key in some]
@@ -288,7 +288,7 @@ def _is_there(cursor: Any, number: int | None) -> bool:
 
 
 def _was_used_since(cursor: Any, occupant: Occupant) -> bool:
-    """Return True if the session has had another lock since, so that somebody else holds this one by now."""
+    """Return True if the session has acquired another lock since, so that it no longer holds this one."""
     session = f'%"session":{occupant.session},%'
     cursor.execute(_WAS_USED, {"token": occupant.token, "session": session})
     return cursor.fetchone() is not None
@@ -301,11 +301,11 @@ def _waiting(cursor: Any) -> list[str]:
 
 
 def _who_waits(session: DatabaseSession) -> str:
-    """Return the comment at the beginning of a waiting statement."""
+    """Return the comment that begins a waiting statement."""
     return f"/*{PREFIX}{session.request.key}*/ "
 
 
 @lru_cache(maxsize=1000)
 def lock_name(database: str, key: str) -> str:
-    """Return a name of at most 64 characters for *key*: its locks are the whole server's, not the database's."""
+    """Return a name of at most 64 characters for *key* in *database*: GET_LOCK has one set of names for the server."""
     return f"distlock:{hashlib.sha256(f'{database}|{key}'.encode()).hexdigest()[:48]}"

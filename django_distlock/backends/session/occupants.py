@@ -29,7 +29,7 @@ _SESSION = re.compile(r'"session":(\d+)')
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """A holding of a lock, as DatabaseSession.record() has written it: its holder, its session on the server, its token, and its age in seconds."""
+    """A holding of a lock, as DatabaseSession.record() has written it; *age* is in seconds."""
 
     name: str
     holder: Holder
@@ -41,7 +41,7 @@ class Occupant:
 
     @classmethod
     def from_json(cls, text: str | None, **counted: Any) -> Occupant | None:
-        """Return the occupant that DatabaseSession.record() has written, None if there is none; *counted*: its token and age."""
+        """Return the occupant written in *text* by DatabaseSession.record(), or None; *counted*: its token and age."""
         if not text:
             return None
         try:
@@ -55,7 +55,7 @@ class Occupant:
 class Counted:
     """A lock that was held before: its last occupant, and the recorded readers by the digests of their owners.
 
-    Most are free, and there may be 100,000 of them, so a *record* is parsed only if it is needed.
+    There may be 100,000 such locks, most of them free, so *record* is parsed only when it is needed.
     """
 
     key: str
@@ -81,7 +81,7 @@ class Counted:
 
     @property
     def occupants(self) -> list[Occupant]:
-        """The occupants that may hold the lock now: the recorded readers if the last occupant was one of them, else that one alone."""
+        """The occupants that may hold the lock now: all recorded readers if the last occupant was a reader, else only it."""
         if self.last is None:
             return []
         return ([*self.readers.values()] if self.last.shared else []) or [self.last]
@@ -109,7 +109,7 @@ def as_held(counted: Counted, owner_digest: str, waiters: int, *, shared: bool) 
         owner_digest=owner_digest,
         shared=shared,
         waiters=waiters,
-        # It is less than 0 if the server's clock was set back.
+        # The age is below 0 if the server's clock was set back.
         age=occupant.age if occupant and occupant.age >= 0 else None,
     )
 
@@ -134,7 +134,7 @@ def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:
 def held(
     cursor: CursorWrapper, server: SessionServer, keeps: Callable[[str], bool], key: str | None
 ) -> list[Held]:
-    """Return the held locks with a key that one *keeps*, or the one with *key*; delete the rows of dead readers."""
+    """Return the held locks whose keys pass *keeps*, or the one with *key*; delete the rows of dead readers."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
     keys = {"key": key, "readers": reader_key(key or "", "%")}
     known = _locks(cursor, server, one, keys, keeps)
@@ -162,7 +162,7 @@ def _locks(
     keys: Mapping[str, str | None],
     keeps: Callable[[str], bool] = bool,
 ) -> dict[str, Counted]:
-    """Return the locks that *where* selects and one *keeps*, by key. A token is the time of its grant."""
+    """Return by key the locks that *where* selects and whose keys pass *keeps*. A token is the time of its grant."""
     cursor.execute(
         f"""SELECT c.method_name, c.value, c.holder, l.description, {server.now_sql} - c.value
         FROM {COUNTER} AS c LEFT JOIN {LOCK} AS l ON l.method_name = c.method_name{where}""",

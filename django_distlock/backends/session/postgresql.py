@@ -1,4 +1,4 @@
-"""PostgreSQL's rows and advisory locks, held by a session: its limits, its label, and what its neighbours do."""
+"""Row locks and advisory locks of PostgreSQL, held by a session."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from .occupants import Counted
     from .sessions import DatabaseSession
 
-#: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
+#: The longest time limit, in milliseconds, that the server accepts; 0 means no limit.
 LONGEST = 2**31 - 1
 _QUERY_CANCELED = "57014"
 
-# Lifts the time limits that an operator may have set for all sessions, because they would end a healthy lock; has
-# the server find a dead client soon. By name, as not every version has them all.
+# Lifts the time limits that an operator may have set for all sessions, because they would end a healthy lock, and
+# makes the server notice a dead client soon. Not every version has all these settings, so they are joined by name.
 _SETTLE = """
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
@@ -57,32 +57,33 @@ _RAISE = f"""
 # On another connection: "configured" sets a short lock_timeout, as a guard() may have locked the row.
 _COUNT = f"""
 WITH configured AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true)){_RAISE}"""
-# On the session itself, after its wait: for STAY seconds at most, and until $3 ms after its transaction began.
+# On the session itself, after its wait: waits for STAY seconds at most, until $3 ms after the transaction began.
 _REST = f"greatest(1, least({STAY * 1000:g}, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text"
 _COUNT_HERE = _COUNT % {"key": "$1", "holder": "$2", "patience": _REST}
 _PREPARE_COUNT = f"PREPARE distlock_count(text, text, int) AS {_COUNT_HERE}"
 
 _CREATE = f"{CREATE[0].format(now='clock_timestamp()')} ON CONFLICT (method_name) DO NOTHING"
 
-# Each session with one of our labels: whether it holds a lock, the sessions that it waits for, and its label. The state
-# of other users' sessions is hidden. A waiter has its label before it blocks, a refused session until its ROLLBACK.
+# Each session with one of our labels: whether it holds a lock, the sessions that it waits for, and the label. The
+# server hides the state of other users' sessions. A waiter has the label before it blocks, a refused session until
+# its ROLLBACK.
 _NEIGHBOURS = f"""
 SELECT {{holds}}, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END, application_name
 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
 """
 
-# Ends a session by its label, and waits until it is gone, for so many milliseconds.
+# Ends a session by its label, and waits up to %(patience)s ms until it is gone.
 _END = """
 SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE application_name LIKE %(label)s
 """
 
-# Part of the statement that waits for a row: changes the limit of the statements after it; its own stays.
+# Part of the statement that waits for a row: changes the limit of later statements, not that of the present one.
 # lock_timeout cannot limit the wait, because it begins again with each transaction that is waited for.
 UNLIMITED = "set_config('statement_timeout', %s, true)"
-# Follows it in the same request: one row if the lock was granted. A timeout that fires just after the grant ends this
-# statement, and not the first one of the new holder.
+# The next statement of the same request: one row if the lock was granted. A timeout that fires just after the grant
+# ends this statement, and not the first statement of the new holder.
 _IS_LOCKED = "SELECT 1 WHERE current_setting('statement_timeout') = '0'"
-# Prepared once for each session: lock the row, after a wait or never; read the last holder, if there is a row.
+# Prepared once for each session: the reads of the last holder, and the locking of the row, with or without a wait.
 _PREPARE_ROWS = (
     f"PREPARE distlock_row(text) AS SELECT c.holder FROM {LOCK} AS l LEFT JOIN {COUNTER} AS c"
     " ON c.method_name = l.method_name WHERE l.method_name = $1;"
@@ -96,13 +97,13 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
 
 def _both(statement: str) -> dict[bool, str]:
-    """Return *statement* for an exclusive and for a shared lock, by whether it is shared."""
+    """Return *statement* for an exclusive lock (False) and for a shared one (True)."""
     return {False: statement.format(shared=""), True: statement.format(shared="_shared")}
 
 
 # Advisory locks. Take the lock %(number)s if it is free; only then let the server end the session when it is
 # silent for %(silence)s ms, label it, and raise the fencing token of %(key)s for %(holder)s, within %(patience)s ms.
-# One row: whether it is ours; the token; who had it last, if it is not free.
+# One row: whether the lock is ours; the token; if the lock is busy, its last holder.
 _OWN = "set_config('idle_session_timeout', %(silence)s, false) || set_config('application_name', %(label)s, false)"
 _TAKE = _both(f"""
 WITH taken AS MATERIALIZED (
@@ -135,13 +136,13 @@ class PostgreSQLSessions(SessionServer):
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
 ON CONFLICT (method_name) DO NOTHING"""
 
-    #: The server's limit for the silence of who holds.
+    #: The server's setting that limits the silence of a holder.
     silence: ClassVar[str]
-    #: Whether a session of pg_stat_activity with a label holds its lock, in SQL.
+    #: SQL: whether a labelled session in pg_stat_activity holds its lock.
     holds: ClassVar[str]
 
     def begin(self, connection: Any) -> None:
-        """Refuse a pooler, which would hand the session with its lock to others, and a standby; lift the limits."""
+        """Refuse a pooler, which would lend the session with its lock to other clients, and a standby; lift the limits."""
         if not connection.distlock_is_ours:
             problem = (
                 f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
@@ -193,8 +194,10 @@ ON CONFLICT (method_name) DO NOTHING"""
 class PostgreSQLRows(PostgreSQLSessions):
     """Rows kept locked by SELECT FOR UPDATE: begin and lock are one round trip."""
 
-    silence = "idle_in_transaction_session_timeout"  # one that is in no transaction holds nothing
-    holds = "backend_xid IS NOT NULL"  # a row is locked by a transaction's number, which is given out for that
+    silence = (
+        "idle_in_transaction_session_timeout"  # outside a transaction, a session holds no lock
+    )
+    holds = "backend_xid IS NOT NULL"  # locking a row gives the transaction a number
     writers_first = False
 
     def begin(self, connection: Any) -> None:
@@ -205,7 +208,7 @@ class PostgreSQLRows(PostgreSQLSessions):
     def take(
         self, session: DatabaseSession, patience: float, wait: Wait | None = None
     ) -> Grant | Busy | None:
-        """Lock the row. With SKIP LOCKED a refusal is no error, for which the server would keep a log."""
+        """Lock the row. SKIP LOCKED, because the server would log the error of a refused NOWAIT."""
         how, limits, ends = "SKIP LOCKED", "", ""
         if wait is not None:
             limit = milliseconds(wait.left) or LONGEST
@@ -230,11 +233,11 @@ class PostgreSQLRows(PostgreSQLSessions):
         return self.take(session, 0.0, wait)
 
     def free(self, session: DatabaseSession) -> bool:
-        """Release the lock by COMMIT, which rolls a failed transaction back: that has lost its lock before."""
+        """Release the lock by COMMIT; of a failed transaction, which had lost the lock before, it is a ROLLBACK."""
         return bool(session.execute("COMMIT").statusmessage == "COMMIT")
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        """Return whether the row is locked: SKIP LOCKED then finds no row."""
+        """Return True if the row is locked: then SKIP LOCKED finds no row."""
         cursor.execute(f"{_SELECT} FOR UPDATE SKIP LOCKED", {"key": key})
         if cursor.fetchone() is not None:
             return False
@@ -243,7 +246,7 @@ class PostgreSQLRows(PostgreSQLSessions):
 
 
 class PostgreSQLAdvisory(PostgreSQLSessions):
-    """Locks by numbers of 64 bits, in one statement with the token."""
+    """Advisory locks: numbers of 64 bits, locked in one statement with the token."""
 
     silence = "idle_session_timeout"
     holds = "pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted)"
@@ -271,7 +274,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-            # A guard() has locked the token. The statement has failed, but the session lock that it took remains.
+            # A guard() has locked the token. The statement has failed, but the session has taken the advisory lock.
             self.free(session)
             return Busy()
         if is_taken:
@@ -279,9 +282,9 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return busy(Occupant.from_json(last))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
-        """Wait for the lock, in a session that the server ends when it is silent; then raise the token in the time left.
+        """Let the server end the session when it is silent, wait for the lock, and raise the token in the time left.
 
-        In several statements: one alone would have the table of the tokens locked while it waits.
+        These are several statements, because a single one would lock the table of the tokens during the wait.
         """
         request, left = session.request, milliseconds(wait.left)
         suffix = "_shared" if request.shared else ""
@@ -297,7 +300,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-            # The lock may have been granted just then, or a guard() holds its token. The limits are what they were.
+            # The lock may have been granted just then, or a guard() has locked its token. The error has restored the limits.
             session.execute("SELECT pg_advisory_unlock_all()")
             return Busy()
 
@@ -306,14 +309,14 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return bool(session.execute(_FREE[session.request.shared], number).fetchone()[0])
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        """Return whether the server lists the lock, by the halves of its number."""
+        """Return True if the server lists the lock, by the two halves of its number."""
         number = lock_number(key) % 2**64
         cursor.execute(_IS_HELD, {"high": number >> 32, "low": number % 2**32})
         return cursor.fetchone() is not None
 
 
 class Neighbour(NamedTuple):
-    """A session that has asked: whether it holds, the sessions that it waits for, and what its label says."""
+    """A session that holds a lock or waits for it: the sessions that it waits for, and the parts of its label."""
 
     holds: bool
     ahead: list[int] | None
@@ -329,19 +332,19 @@ def _neighbours(cursor: Any, holds: str) -> list[Neighbour]:
 
 
 def is_limit_over(error: Exception, wait: Wait) -> bool:
-    """Return True if statement_timeout has ended *wait*; an operator who cancels it earlier has the same *error*."""
-    # The server's clock may be a little faster than ours.
+    """Return True if statement_timeout has ended *wait*, and not an operator, whose cancellation has the same *error*."""
+    # A second left still counts, as the server's clock may be a little faster than ours.
     return sqlstate(error) == _QUERY_CANCELED and wait.left is not None and wait.left < 1
 
 
 def literal(text: str) -> str:
-    """Return the SQL of *text*; in hexadecimal, it needs no quotes."""
+    """Return the SQL of *text*, in hexadecimal, which needs no quoting."""
     return f"convert_from(decode('{text.encode().hex()}', 'hex'), 'UTF8')"
 
 
 @lru_cache(maxsize=1000)
 def milliseconds(seconds: float | None) -> int:
-    """Return a limit as the server takes it, never too short; 0, which is none, for None or too long a time."""
+    """Return *seconds* in milliseconds, rounded up; 0 (no limit) for None or a longer time than the server accepts."""
     if seconds is None or seconds * 1000 > LONGEST:
         return 0
     return max(1, math.ceil(seconds * 1000))
@@ -349,6 +352,6 @@ def milliseconds(seconds: float | None) -> int:
 
 @lru_cache(maxsize=1000)
 def lock_number(key: str) -> int:
-    """Return 64 bits, with a sign, for *key*: by SHA-256, as other applications number by other means."""
+    """Return a signed number of 64 bits for *key*, made by SHA-256, so that other applications do not use it."""
     text = hashlib.sha256(f"django_distlock|{key}".encode()).digest()
     return int.from_bytes(text[:8], "big", signed=True)

@@ -1,4 +1,4 @@
-"""Sessions: a connection of our own for each lock that is held or waited for, and what its server must do."""
+"""Sessions: one connection for each lock that is held or waited for; and the interface to the SQL of a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PREFIX = "distlock:"
 #: Most characters of a name in a record.
 LONGEST_NAME = 120
 _digest_of_key = lru_cache(maxsize=1000)(digest)
-#: The problem with a replica, and the advice.
+#: Texts of the error for a replica: the problem, and the advice.
 OWN_LOCKS = "which has locks of its own: callers there and on the primary would hold the same lock"
 PRIMARY = "Let OPTIONS 'using' name an alias of DATABASES that connects to the primary."
 #: Seconds within which a session that an operator ends is expected to be gone.
@@ -45,21 +45,21 @@ class DatabaseSession:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.owner_digest = digest(request.owner)
-        #: Its name on the server: its mode, its owner and its lock.
+        #: The name of the session on the server: mode, owner and lock.
         mode = "r" if request.shared else "w"
         self.label = f"{PREFIX}{mode}:{self.owner_digest}:{_digest_of_key(request.key)}"
-        #: Whether its connection is ready for the lock.
+        #: Whether the connection is ready for the lock.
         self.is_open = False
-        #: Whether the server had closed its connection at its end.
+        #: Whether the server had closed the connection when the session was closed.
         self.was_cut = False
         #: Held by the thread that makes a request on the connection.
         self.mutex = threading.RLock()
         self.grant: Grant | None = None
-        #: Until when the server keeps it at least, on ``clock.lease_time()``.
+        #: Until when the server keeps the session at least, on ``clock.lease_time()``.
         self.ends = 0.0
-        #: Whether interrupt() has ended its wait, or will when that begins.
+        #: Whether interrupt() has ended the wait, or will when the wait begins.
         self.is_interrupted = False
-        #: Whether the server makes it wait now.
+        #: Whether the session waits on the server now.
         self.is_waiting = False
         self._state = threading.RLock()
 
@@ -84,7 +84,7 @@ class DatabaseSession:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Allow interrupt() to end what is done in the block."""
+        """Allow interrupt() to end the wait in the block."""
         with self._state:
             self.is_waiting = True
             if self.is_interrupted:
@@ -119,18 +119,18 @@ class DatabaseSession:
 
 
 class SessionServer(ABC):
-    """The SQL of one kind of server for session locks. Each method gets a session, or a cursor of another connection, in autocommit."""
+    """The SQL of one kind of server for session locks. Methods get a session, or a cursor in autocommit beside it."""
 
-    #: Of the connections beside the sessions.
+    #: The dialect of the connections outside the sessions.
     dialect_class: ClassVar[type[Dialect]]
     supports_shared: ClassVar[bool] = True
-    #: Whether readers wait behind a writer that waits.
+    #: Whether readers wait behind a waiting writer.
     writers_first: ClassVar[bool]
-    #: Whether a wait is a transaction, behind which the server deletes no old rows.
+    #: Whether a wait holds a transaction open, during which the server cannot remove old row versions.
     waits_in_transaction: ClassVar[bool] = True
-    #: The server's time in microseconds, by which tokens count.
+    #: The server's time in microseconds, from which tokens are made.
     now_sql: ClassVar[str]
-    #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
+    #: Inserts the row of a reader unless it exists: %(key)s, %(token)s, %(holder)s.
     note_reader_sql: ClassVar[str]
 
     def __init__(self, dialect: Dialect, *, fencing: bool) -> None:
@@ -141,35 +141,35 @@ class SessionServer(ABC):
 
     @abstractmethod
     def begin(self, connection: Any) -> None:
-        """Set up a new connection to hold locks; Unusable where it cannot.
+        """Set up a new connection to hold locks; Unusable if the server cannot keep them.
 
-        It is given its *distlock_number*, by which the server knows the session.
+        Set *distlock_number* on the connection: the server's number of the session.
         """
 
     @abstractmethod
     def take(self, session: DatabaseSession, patience: float) -> Grant | Busy | None:
-        """Take the lock if it is free, with the token if that is one statement; else leave nothing behind.
+        """Take the lock if it is free, with a token if one statement can do both; after a refusal, leave no trace.
 
-        None if the lock has no row, and needs one.
+        None if the lock's row is missing.
         """
 
     @abstractmethod
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
-        """Do as take() does, but stand in the server's queue; Busy at the end of *wait*, or up to a second earlier."""
+        """Do as take() does, but wait in the server's queue; Busy at the end of *wait*, or up to a second earlier."""
 
     @abstractmethod
     def free(self, session: DatabaseSession) -> bool:
-        """Give the lock back; return whether it was still held."""
+        """Release the lock; return whether it was still held."""
 
     @abstractmethod
     def keep(self, session: DatabaseSession, seconds: float) -> None:
-        """Ask the server to end the session once it has been silent for *seconds*, from now on; note them on the connection."""
+        """Let the server end the session after *seconds* of silence; note *seconds* as the connection's *distlock_limit*."""
 
-    # Beside it, or on it.
+    # On another connection, or on the session.
 
     @abstractmethod
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
-        """Commit a new fencing token and its holder; an error of contention if a guard() holds it meanwhile."""
+        """Commit a new fencing token and its holder; an error of contention if a guard() has locked the token."""
 
     @abstractmethod
     def make_row(self, cursor: Any, key: str, name: str) -> None:
@@ -177,12 +177,12 @@ class SessionServer(ABC):
 
     @abstractmethod
     def is_held(self, cursor: Any, key: str) -> bool:
-        """Return whether anybody has the lock."""
+        """Return True if anybody has the lock."""
 
     @abstractmethod
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterable[Held]:
-        """Return those of the *known* locks, by key, that are held."""
+        """Return the held locks among *known*, which are by key."""
 
     @abstractmethod
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
-        """End the session that holds the lock as *owner_digest* says; tell whether there was one."""
+        """End the session that holds the lock for *owner_digest*; return whether there was one."""
