@@ -57,16 +57,16 @@ from .verbs import (
 )
 
 Act = Callable[[], Any]
-#: What a server says of itself (INFO), or the error by which it refuses to.
+#: A server's answer to INFO, or its error.
 Facts = dict[str, str] | Exception
 
 _T = TypeVar("_T")
 
-#: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.
+#: The oldest version: BLPOP takes fractions of a second, and the effects of a script are replicated, not its text.
 OLDEST = (6, 0)
-#: The first with WAITAOF, and the first whose answer comes after fsync() though this runs once a second only.
+#: The first version with WAITAOF, and the first that answers it after fsync(), also with fsync() once a second.
 OLDEST_WITH_DISK, OLDEST_WITH_SURE_DISK = (7, 2), (8, 0)
-#: Seconds for which a waiter listens without a look: less than half its patience.
+#: Seconds for which a waiter listens between two tries: less than half of scripts.PATIENCE.
 LISTEN = 0.2
 #: Seconds until a waiter whose connection broke tries again.
 CUT_OFF = 0.05
@@ -86,7 +86,6 @@ class RedisBackend(StepsBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         if self.options.scripting:
-            # With an order, each waiter has its own position on the server from when it came.
             self.waiting = Waiting(
                 way=Way.LISTEN,
                 queueing=Queueing.BY_TRYING,
@@ -101,7 +100,7 @@ class RedisBackend(StepsBackend):
             self.instead = WITHOUT_SCRIPTS
         self.source = self.make_source()
         self.location = ("redis", self.source.identity)
-        # The locks of one script must be on one server.
+        # All locks of one script must be on one server.
         self._batch = 1 if self.source.is_cluster else BATCH
         self._verbs: RedisVerbs = RedisVerbs(self.alias, self.options, batch=self._batch)
         self._open()
@@ -128,7 +127,7 @@ class RedisBackend(StepsBackend):
                     outcomes += self._run(self._verbs.revoke(some))
             except Exception as error:  # noqa: BLE001 - see BaseLockBackend.revoke_all()
                 outcomes += [error] * len(some)
-                # A lock whose slot of a cluster is being moved says nothing of the others.
+                # Contended concerns one lock, whose slot a cluster is moving: go on with the others.
                 if isinstance(error, LockBackendError) and not isinstance(error, Contended):
                     failed[server] = error
         return outcomes
@@ -137,7 +136,7 @@ class RedisBackend(StepsBackend):
         return self._link.server_of(keys_of(request.key).record)
 
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        if request.limit is not None:  # else a try does it
+        if request.limit is not None:  # without a limit, a refused try takes the position
             self._run(self._verbs.enqueue(request))
 
     def dequeue(self, request: Request) -> None:
@@ -151,7 +150,7 @@ class RedisBackend(StepsBackend):
             raise NotSupported(self.alias, "listing", self.instead)
         keys = [] if key is None else [key]
         if key is None:
-            # Those of free locks too. SCAN may return a key twice.
+            # A set, because SCAN may return a key twice. Free locks have records, too.
             label = self.label()
             space = key_space(label)
             found = {*map(space.key_of, self._link.keys(space.pattern))}
@@ -181,12 +180,12 @@ class RedisBackend(StepsBackend):
     def abandon_after_fork(self) -> None:
         self._open()
 
-    # Their twins for asyncio.
+    # The verbs for asyncio.
 
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        # The wait at the gate counts against the timeout, but not against the lease.
+        # The wait at the gate takes time of the timeout, but not of the lease.
         link: AsyncPoolLink | AsyncClusterLink = await self._loops.get()
         try:
             async with timeout(PATIENCE if left == 0 else left):
@@ -219,18 +218,18 @@ class RedisBackend(StepsBackend):
     def _sleep(
         self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
     ) -> Steps[Act, None]:
-        """Wait on the server for up to *seconds*, or less: the caller then asks for the lock again."""
+        """Wait on the server for up to LISTEN or *seconds*, whichever is less; then the caller tries again."""
         if self.waiting.polls:
             yield partial(bell.wait, seconds)
             return
         seconds = min(seconds, LISTEN)
-        # The server looks ten times a second, so it may be a bit late, unless a deadline is waited for.
+        # The server ends a BLPOP up to 0.1 s late; only before a deadline, the wait must end in time.
         within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
         try:
             bell_on_server = keys_of(request.key).bell(request.waiter)
             yield partial(link.converse, self._verbs.listen(bell_on_server, seconds), within)
         except (Contended, LockOutcomeUnknown):
-            # Only the listening failed: the next try shows how the server is.
+            # Only the listening failed: the next try shows whether the server works.
             yield partial(bell.wait, min(seconds, CUT_OFF))
 
     def _open(self) -> None:
@@ -242,7 +241,7 @@ class RedisBackend(StepsBackend):
 
 
 class CacheRedisBackend(RedisBackend):
-    """Locks in the Redis behind the cache ``OPTIONS["cache"]``: its server, its keys, not its time limits."""
+    """Locks in the Redis of the cache ``OPTIONS["cache"]``, with the cache's keys, but not its time limits."""
 
     options_class = RedisCacheOptions
 
@@ -315,7 +314,7 @@ def _check_disk(
 
 def ask_facts() -> Conversation[Facts]:
     (answer,) = yield (("INFO",),)
-    if isinstance(answer, dict):  # as a cluster's client has read it already
+    if isinstance(answer, dict):  # the client of a cluster has parsed it
         first = next(iter(answer.values()))
         known = first if isinstance(first, dict) else answer
         return {name: str(value) for name, value in known.items()}

@@ -71,17 +71,17 @@ else:
     _pack = hiredis.pack_command
 
 _T = TypeVar("_T")
-#: A command to send: its words, or the call of a script that the server is expected to have loaded.
+#: A command to send: its words, or the call of a script that the server should have loaded.
 Command = tuple[str | int | bytes, ...] | Call
-#: Steps that yield commands, which are sent together, and get their answers; an error is an answer.
+#: Steps that yield commands to send together, and are sent their answers; an error is an answer.
 Conversation = Generator[Sequence[Command], list[Any], _T]
 
-#: Tries of tasks that are under way at once, and other requests of theirs. With thousands of them the event loop
-#: reads answers so late that they seem not to have come in time.
+#: How many tries, and how many other requests, the tasks of an event loop may have under way. With thousands, the loop
+#: would read answers so late that they seem to be late.
 AT_ONCE = 64
-#: Seconds by which an event loop is late that was held up, and how often a connection that it delayed is tried.
+#: An event loop that is so many seconds late was held up; then a connect is repeated, up to so many times.
 HELD_UP, ROUNDS = 0.05, 3
-#: Seconds for which these scripts wait while a cluster moves a lock's slot. Callers repeat the others themselves.
+#: Seconds for which the scripts _PATIENT wait while a cluster moves a lock's slot. Callers repeat the other scripts.
 MOVING = 5.0
 _PATIENT = frozenset({ENQUEUE, RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
 #: The errors that drivers raise.
@@ -96,14 +96,14 @@ def ask(command: Command) -> Conversation[Any]:
 
 
 def words_of(command: Command) -> tuple[str | int | bytes, ...]:
-    """Return the words of *command* as they are sent."""
+    """Return the words of *command* to send."""
     return command.by_sha if isinstance(command, Call) else command
 
 
 def problem(
     alias: str, where: str, error: BaseException, *, was_idle: bool = False
 ) -> LockBackendError:
-    """Return the error to raise for an *error* of the driver after a request was sent."""
+    """Return the lock error for an *error* of the driver after a request was sent."""
     text = first_line(error)
     if isinstance(error, BusyLoadingError):
         return LockBackendError(alias, f"{where} is not ready: {text}")
@@ -117,19 +117,19 @@ def problem(
 
 
 def unreachable(alias: str, where: str, error: BaseException) -> LockBackendError:
-    """Return the error to raise for an *error* of the driver before a request was sent."""
+    """Return the lock error for an *error* of the driver before a request was sent."""
     if isinstance(error, (NoMaster, AsyncNoMaster)):
-        # It has the whole repr() of each client.
+        # Shorten the text, which has the whole repr() of each client.
         error = NoMaster(_SENTINEL.sub(r"\1:\2", str(error)))
     return LockBackendError(alias, f"{where} cannot be reached: {first_line(error)}")
 
 
 class _Connection:
-    """A connection that the driver has opened, on which requests are answered before the next ones are sent."""
+    """A connection opened by the driver; the answers to a request are read before the next request is sent."""
 
     def __init__(self, driver: Any, born: int) -> None:
         self.driver = driver
-        #: How many times all connections had been closed before it was made; the time of its last use.
+        #: How many times the link had closed all connections before this one was made; the time of the last use.
         self.born = born
         self.used_at = 0.0
         #: Whether all requests have been answered.
@@ -138,11 +138,11 @@ class _Connection:
     def _packed(self, commands: Sequence[Command]) -> Any:
         self.is_whole = False
         words = map(words_of, commands)
-        # Three times as fast as the driver, which looks at the type of each word first.
+        # Three times as fast as the driver, which checks the type of each word.
         return [b"".join(map(_pack, words))] if _pack else self.driver.pack_commands(words)
 
     def _answer(self, error: ResponseError) -> ResponseError:
-        """Return the server's *error*, which is an answer; RedisConnectionError if the server was the master before."""
+        """Return the server's *error* as an answer; RedisConnectionError if the server is no longer the master."""
         if isinstance(error, ReadOnlyError) and self.used_at:
             raise RedisConnectionError("the former master is now a replica") from error
         return error
@@ -180,38 +180,38 @@ class ThreadConnection(_Connection):
 
 
 class TaskConnection(_Connection):
-    """A connection, for one task at a time. The driver has no timeouts: it may swallow a cancellation (Python 3.11)."""
+    """A connection, for one task at a time. The driver gets no timeouts: with them it may swallow a cancellation (Python 3.11)."""
 
     async def has_news(self) -> bool:
         try:
             if not hasattr(self.driver, "can_read"):  # redis-py before 8
                 return await self.driver.read_response(timeout=0) is not None
-            # To write nothing fails if the connection was reset, which can_read() does not see.
+            # Writing nothing fails if the connection was reset, which can_read() does not see.
             await self.driver.send_packed_command((), check_health=False)
             return bool(await self.driver.can_read())
-        except (*BROKEN, RuntimeError):  # that of uvloop
+        except (*BROKEN, RuntimeError):  # uvloop raises RuntimeError
             return True
 
     def close(self) -> None:
-        # The driver's method is a coroutine, but with *nowait* it waits for nothing.
+        # The driver's method is a coroutine, which with *nowait* never awaits.
         with suppress(StopIteration):
             self.driver.disconnect(nowait=True).send(None)
 
     async def exchange(self, commands: Sequence[Command], *, within: float) -> list[Any]:
-        """Send *commands* as ThreadConnection.exchange() does; *within*: seconds for all of it."""
+        """Do what ThreadConnection.exchange() does; *within*: seconds until the last answer."""
         answers: list[Any] = []
         try:
             async with timeout(within):
                 await self.driver.send_packed_command(self._packed(commands), check_health=False)
                 await self._read(answers, len(commands))
         except TimeoutError:
-            # An event loop that was held up ends the wait, though the answers have come meanwhile.
+            # If the event loop was held up, the answers may have come meanwhile.
             async with asyncio.timeout(0):
                 await self._read(answers, len(commands))
         return answers
 
     async def _read(self, answers: list[Any], count: int) -> None:
-        """Append to *answers* until there are *count*. It may be cancelled, and called again."""
+        """Append to *answers* until there are *count*. May be cancelled and called again."""
         while len(answers) < count:
             try:
                 answers.append(await self.driver.read_response(disconnect_on_error=False))
@@ -221,12 +221,12 @@ class TaskConnection(_Connection):
 
 
 class _Link:
-    """One Redis, and the idle connections to it: the newest is used next. No I/O but to close them."""
+    """One Redis, and the idle connections to it, of which the newest is used next. No I/O except closing."""
 
     def __init__(self, alias: str, source: Source, pool: Any) -> None:
         self._alias = alias
         self._source = source
-        self._pool = pool  # it makes connections, and keeps none
+        self._pool = pool  # only makes connections
         self._master: object = None
         self._idle = IdleStack()
         self._closings = 0
@@ -249,7 +249,7 @@ class _Link:
     def _fail(self, meaning: Callable[..., Exception], error: BaseException) -> NoReturn:
         """Raise *error*; an error of the driver becomes a lock error."""
         if isinstance(error, BROKEN):
-            # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
+            # The idle connections are probably broken, too: a router that forgot one has forgotten all.
             self._idle.close_all(_close)
             raise meaning(self._alias, self._source.where, error) from root_cause(error)
         raise error
@@ -260,7 +260,7 @@ class PoolLink(_Link):
 
     def __init__(self, alias: str, source: Source) -> None:
         super().__init__(alias, source, _sync_pool(source))
-        # Otherwise connections used after close() would be left to the garbage collector, which warns.
+        # Without this, the garbage collector would warn of connections that were used after close().
         weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
@@ -326,7 +326,7 @@ class AsyncPoolLink(_Link):
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        # With a limit of its own it is a try, which has passed its own gate, or it listens, maybe for long.
+        # With *within*, this is a try, which has passed gate_of_tries, or a listener, which may take long.
         async with self._gate if within is None else nullcontext():
             connection = await self._fit_one() or await self._connected()
             limit = self._source.answers_within if within is None else within
@@ -360,7 +360,7 @@ class AsyncPoolLink(_Link):
 
         async def connect() -> None:
             nonlocal driver
-            if driver is not None:  # its event loop was late
+            if driver is not None:  # a second call by _in_time()
                 await driver.disconnect(nowait=True)
             driver = self._pool.connection_class(**self._pool.connection_kwargs)
             await driver.connect()
@@ -375,7 +375,7 @@ class AsyncPoolLink(_Link):
 
 
 async def _in_time(seconds: float, connect: Callable[[], Awaitable[Any]]) -> None:
-    """Call *connect* within so many *seconds*; once more if this event loop was late, and not the server."""
+    """Call *connect* within *seconds*, and again if it was late because the event loop was held up."""
     for again in range(ROUNDS):
         began = clock.wait_time()
         try:
@@ -389,7 +389,7 @@ async def _in_time(seconds: float, connect: Callable[[], Awaitable[Any]]) -> Non
 
 
 class PerLoop:
-    """The links of the event loops: *make* makes one for each, and it is closed with its loop."""
+    """The links of the event loops: *make* makes one for each loop, and the link is closed with the loop."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -401,7 +401,7 @@ class PerLoop:
             for closed in [each for each in list(self._made) if each.is_closed()]:
                 self._made.pop(closed, None)
             made = self._make()
-            # Async generators are the only thing that every event loop ends before it is closed.
+            # Async generators are the only objects that every event loop ends before it is closed.
             ending = self._close_with(loop, made)
             self._made[loop] = made, ending
             await anext(ending)
@@ -416,11 +416,11 @@ class PerLoop:
                 await made.aclose()
 
 
-# The driver's pools and Sentinels. Its classes are only partly typed.
+# The driver's pools and Sentinels; the driver's classes are only partly typed.
 
 
 class _AsyncMaster(AsyncMaster):
-    """Asks the Sentinels once for all tasks that are connecting, in a task of its own: redis-py may swallow a cancellation."""
+    """Asks the Sentinels once for all connecting tasks, in a separate task: redis-py may swallow a cancellation."""
 
     _asking: asyncio.Task[Any] | None = None
 
@@ -461,7 +461,7 @@ def _sentinels(pool: Any) -> Sequence[Any]:
 
 
 class ClusterLink:
-    """A Redis Cluster, for threads; commands are sent one after the other, each to the server of its keys."""
+    """A Redis Cluster, for threads; commands are sent one after the other, each to the server of their keys."""
 
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
@@ -499,13 +499,13 @@ class ClusterLink:
         if (client := self._client) is not None:
             return client
         try:
-            # This connects, and asks the server for the others. Not under the mutex: it may hang.
+            # Not under the mutex, because connecting may hang.
             client = RedisCluster.from_url(self._source.url, **self._source.cluster_settings(Retry))
         except BROKEN as error:
             raise unreachable(self._alias, self._source.where, error) from root_cause(error)
         with self._mutex:
             if (first := self._client) is None:
-                # Otherwise connections used after close() would be left to the garbage collector, which warns.
+                # As in PoolLink.
                 weakref.finalize(self, _close_idle, client).atexit = False
                 self._client = client
                 return client
@@ -520,14 +520,14 @@ class ClusterLink:
         except BROKEN as error:
             raise problem(self._alias, self._source.where, error) from root_cause(error)
         finally:
-            if client is not self._client:  # all were closed meanwhile
+            if client is not self._client:  # close() was called meanwhile
                 _close_idle(client)
 
 
 class AsyncClusterLink:
     """A Redis Cluster, for asyncio."""
 
-    #: Asks which server has which slot, while requests go on.
+    #: The task that asks which server has which slot, while requests go on.
     _looking: asyncio.Task[None] | None = None
 
     def __init__(self, alias: str, source: Source) -> None:
@@ -561,7 +561,7 @@ class AsyncClusterLink:
             async with timeout(self._source.io_timeout):
                 return await self._client.execute_command(*words)
         except TimeoutError:
-            # The driver looks for the successor of a server that refuses, not of one that hangs: the timeout is ours.
+            # The driver looks for the successor of a server that refuses, but not of one that hangs.
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look())
             raise
@@ -571,13 +571,13 @@ class AsyncClusterLink:
             async with timeout(self._source.connects_within):
                 await self._client.nodes_manager.initialize()
         except BROKEN:
-            pass  # it has asked a server that hangs; the next timeout begins another look
+            pass  # the next timeout begins another look
         finally:
             self._looking = None
 
 
 def _close_idle(client: Any) -> None:
-    # The client's own close() does not close the pools that it has made for a URL.
+    # The client's own close() does not close pools that were made from a URL.
     for node in client.get_nodes():
         if node.redis_connection:
             node.redis_connection.connection_pool.disconnect(inuse_connections=False)

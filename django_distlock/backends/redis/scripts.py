@@ -30,20 +30,20 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
-#: Seconds for which what is known of a free lock is kept.
+#: Seconds for which the record of a free lock is kept.
 RETENTION = 2 * 3600
-#: Letters of an owner by which it is known as one of the last: no two owners have the same ones.
+#: Letters of an owner in the lists of the last owners: enough to tell all owners apart.
 MARK = 16
-#: Letters of a list of the last eight owners: as many readers may release at once, and repeat their requests.
+#: Letters of a list of the last eight owners: so many readers may release at once, and repeat their requests.
 LAST = 8 * (MARK + 1)
-#: Seconds without a word from a waiter after which others are served before it.
+#: Seconds without a request of a waiter after which others are served before it.
 PATIENCE = 0.5
 #: Seconds of silence after which a waiter loses its position for good.
 FORGOTTEN = 10.0
-#: How many waiters are looked at: those behind so many that have died within ten seconds find out by themselves.
+#: How many waiters a script looks at: if so many died within ten seconds, those behind them are not rung, and look again.
 FIRST = 64
 
-#: The server's clock, and numbers from and to text.
+#: Functions for the server's clock, and for numbers from and to text.
 CLOCK = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -51,13 +51,13 @@ local function text(number) return string.format('%.0f', number) end
 local function number(value) return tonumber(value or 0) or 0 end
 """
 
-# Asks for the lock, once.
+# Tries once to acquire the lock.
 # KEYS: record, readers, queue, alive.
-# ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a position in the queue if it is
-# refused, '1' if the first in the queue is always served first, its position in the queue, '1' if it is for a place.
-# Returns the token as text, which costs less than a table; or, if it is refused, {holder of the lease that ends last,
-# microseconds left or -1}. The same owner again: the same token. An owner that was given up for good: refused.
-# nil: it was given back before.
+# ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to get a position in the queue after a
+# refusal, '1' if the first in the queue is always served first, the position in the queue, '1' for a place.
+# Returns the token as text, which costs less than a table; or, after a refusal, {holder of the lease that ends last,
+# microseconds left or -1}. The same owner gets the same token again. A revoked owner is refused.
+# nil: this owner has already released the lock.
 _ACQUIRE = f"""
 local record, readers, queue, owner, mode, ttl, min_hold = KEYS[1], KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local clock = redis.call('TIME')
@@ -184,10 +184,11 @@ redis.call('PEXPIRE', alive, 60000)
 return 1
 """
 
-# Gives back what an owner holds, and wakes who is next.
+# Releases the lock of an owner, and wakes the next waiter.
 # KEYS: record, readers, queue, alive.
-# ARGV: bells ('': nobody is woken), owner, '1' to refuse this owner from now on, whatever arrives late, min_hold
-# (microseconds); the last two may be left out. Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
+# ARGV: bells ('': wakes nobody), owner, '1' to revoke this owner: late requests of it are refused, min_hold
+# (microseconds); the last two may be left out.
+# Returns 1: released (also when repeated), 0: nobody held the lock, 2: somebody else holds it.
 _RELEASE = f"""
 local record, readers, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local owner, is_final = ARGV[2], ARGV[3] == '1'
@@ -254,9 +255,10 @@ end
 return answer
 """
 
-# Lets leases live longer, never shorter, if they are still their owner's.
-# KEYS: of each lock the record, and the readers if it is shared: if it is not, they are not there, and a cluster that is
-# moving the slot would refuse it. ARGV of each: owner, ttl (microseconds), mode. Returns 1 or 0 for each.
+# Extends leases that their owners still hold, and never shortens them.
+# KEYS: for each lock the record, and for a shared lock the readers: of an exclusive lock this key does not exist, and
+# a cluster that is moving the slot would refuse it. ARGV for each: owner, ttl (microseconds), mode.
+# Returns 1 (held) or 0 for each.
 _EXTEND = f"""
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -287,10 +289,10 @@ end
 return kept
 """
 
-# Has an owner hold what another one holds, with the same token, for its own ttl from now.
+# Moves a holding from the former owner to a new one, with the same token, for *ttl* from now.
 # KEYS: record, readers, queue, alive. ARGV: bells, new owner, former owner, ttl (microseconds), holder.
-# Returns 1 if it is the new owner's now (also when asked again: what is written then waits for replicas and the disk
-# again), or 0. An owner that was given back for good: 0.
+# Returns 1 if the new owner holds the lock now (a repetition writes again, so that replicas and disk can confirm it),
+# or 0, also for a revoked new owner.
 _TAKE_OVER = f"""
 local record, readers, owner, former, ttl = KEYS[1], KEYS[2], ARGV[2], ARGV[3], ARGV[4]
 local clock = redis.call('TIME')
@@ -332,9 +334,9 @@ end
 return 1
 """
 
-# Looks, and writes nothing. KEYS: record, readers and alive of each lock.
-# Returns for each nil if it is free, or {name, token, microseconds until min_hold is over or less than 0, waiters, mode}
-# and then of each who holds it: owner, microseconds left, microseconds since it was acquired, holder.
+# Looks at locks, and writes nothing. KEYS: record, readers and alive of each lock.
+# Returns for each lock nil if it is free, or {name, token, microseconds until min_hold is over or less than 0, waiters,
+# mode} and then for each holder: owner, microseconds left, microseconds since the grant, holder.
 _LOOK = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -364,10 +366,10 @@ end
 return answers
 """
 
-# Ends a holding for its operator: with a higher token, and free for others now, whatever min_hold it had. Rings nobody.
+# Ends a holding for an operator: raises the token, and frees the lock at once, without its min_hold. Rings nobody.
 # KEYS: record, readers, queue, alive.
-# ARGV: bells, owner, token: with no owner, what the holding with this token has reserved.
-# Returns 1 if it was there, or 0.
+# ARGV: bells, owner, token. With '' as owner, ends the reservation (min_hold) of the holding with this token.
+# Returns 1 if there was such a holding, or 0.
 _FORCE = f"""
 local record, readers, owner = KEYS[1], KEYS[2], ARGV[2]
 local clock = redis.call('TIME')
@@ -391,8 +393,8 @@ if redis.call('PTTL', record) < {(RETENTION - 600) * 1000} then redis.call('PEXP
 return 1
 """
 
-# Gives up a position in the queue, if the text is not empty, and wakes who is next, who may have been passed over.
-# KEYS: record, readers, queue, alive. ARGV: bells, position. Returns 1 if there was one, or 0.
+# Gives up a position in the queue, unless it is '', and wakes the next waiter, whose ring may have gone to this one.
+# KEYS: record, readers, queue, alive. ARGV: bells, position. Returns 1 if there was such a position, or 0.
 _LEAVE = f"""
 local record, readers, queue, alive, bells, position = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1], ARGV[2]
 local clock = redis.call('TIME')
@@ -421,9 +423,9 @@ end
 return left
 """
 
-# Gives the holding of one who has the lock alone another token, for Redlock: every later one that this server gives is higher.
+# Gives an exclusive holding another token, for Redlock; later tokens of this server are higher.
 # KEYS: record, readers, queue, alive. ARGV: bells, owner, token.
-# Returns 1 if this owner holds the lock here, or 0, and then nothing is written.
+# Returns 1 if this owner holds the lock on this server; otherwise writes nothing and returns 0.
 _RAISE = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -438,7 +440,7 @@ return 1
 
 
 class Script:
-    """A script by its name; Redis knows it by *sha*."""
+    """A script with its name; *sha* identifies it in Redis."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text = name, text

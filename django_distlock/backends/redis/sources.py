@@ -39,7 +39,7 @@ else:
 
 AnyRetry = Retry | AsyncRetry
 
-#: Settings of a cache that do not apply to locks, which have their own timeouts and retries.
+#: Settings of a cache that locks ignore, because they have their own timeouts and retries.
 _OURS = frozenset(
     {
         "socket_timeout", "socket_connect_timeout", "timeout", "retry", "retry_on_timeout",
@@ -49,13 +49,13 @@ _OURS = frozenset(
     }
 )  # fmt: skip
 
-#: Settings that the URL of a server has.
+#: Settings that come from the URL of a server.
 _IN_URL = frozenset({"host", "port", "path", "db"})
 
-#: Seconds that a server has to write a lock to its disk: with ``appendfsync everysec`` it begins once a second.
+#: Seconds that a server has to write a lock to its disk: with ``appendfsync everysec`` it begins to write once a second.
 DISK = 2.0
 
-#: No limit of ours: the server reports when there are too many.
+#: No limit of ours: the server refuses connections when there are too many.
 MOST_CONNECTIONS = 2**31
 
 
@@ -82,7 +82,7 @@ class Source:
             database = _read_url(self.url).get("db", 0)
         except ValueError as error:
             msg = "a Redis is named by a URL: redis://, rediss://, valkey://, valkeys:// or unix://"
-            # The text of this error may contain a part of the password.
+            # The text of the original error may contain a part of the password.
             if "@" in self.url:
                 msg += ". What is special in a password is quoted (%23 for #)"
             elif self.url.startswith(("redis", "unix")):
@@ -102,7 +102,7 @@ class Source:
 
     @property
     def address(self) -> str:
-        """The address of the server, or of the Sentinels."""
+        """The address of the server, or the addresses of the Sentinels."""
         if self.sentinels:
             return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
         known = _read_url(self.url)
@@ -110,7 +110,7 @@ class Source:
 
     @property
     def identity(self) -> Hashable:
-        """Where its keys are: the server, or the Sentinels and their master, and the database."""
+        """Where the keys are: the server, or the Sentinels and their master, and the database."""
         return self.url, self.sentinels, self.settings.get("db")
 
     @property
@@ -125,30 +125,30 @@ class Source:
     @property
     def async_connection(self) -> dict[str, Any]:
         tls = AsyncSSLConnection, AsyncMasterSSLConnection
-        # Many tasks that connect at once keep the event loop busy for longer than a connect may take.
+        # Many tasks that connect at once may keep the event loop busy for longer than the limit of a connect.
         limits = {**self._limits(AsyncRetry), "socket_connect_timeout": None}
         return self._of_pool(dict(parse_async_url(self.url)), limits, tls)
 
     def cluster_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
         limits = self._limits(retry)
         if retry is AsyncRetry:
-            # As above; less than connects_within, so that a node that hangs is passed over.
+            # A longer limit, as above, but less than connects_within, so that a node that hangs is passed over.
             limits["socket_connect_timeout"] = self.io_timeout
         return {**_NAMED, **self.settings, **limits}
 
     def sentinel_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        # For asyncio too, so that the next Sentinel is asked: all tasks share one request, which no task cancels.
+        # A limit for asyncio, too, so that the next Sentinel is asked: no task cancels the request, which all tasks share.
         limits = {**self._limits(retry), "socket_timeout": self.io_timeout}
         return {**_NAMED, **self.sentinel_kwargs, **limits}
 
     @property
     def answers_within(self) -> float:
-        """Seconds until a request about locks that has no answer is given up."""
+        """Seconds until a request without an answer fails."""
         return self.io_timeout + self.disk_timeout
 
     @property
     def connects_within(self) -> float:
-        """Seconds that a task waits for a new connection: for its server, and for each Sentinel that may hang."""
+        """Seconds that a task waits for a new connection: time for the server, and for each Sentinel that may hang."""
         return (self.connect_timeout + self.io_timeout) * (1 + len(self.sentinels))
 
     def _limits(self, retry: type[AnyRetry]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Source:
 
 
 class _Credentials(CredentialProvider):
-    """The credential provider of a project; any error of it becomes an AuthenticationError."""
+    """Wraps the credential provider of a project: any error of it becomes an AuthenticationError."""
 
     def __init__(self, provider: Any) -> None:
         self._provider = provider
@@ -199,7 +199,7 @@ class _Credentials(CredentialProvider):
 
 
 def source_of_url(url: str, options: Mapping[str, Any], **limits: Any) -> Source:
-    """Return the Source of the server *url*; *options* are redis-py's, *limits* those of a Source.
+    """Return the Source of the server *url*; *options* are for redis-py, *limits* are the time limits of the Source.
 
     Raise ValueError if redis-py does not take the options, for threads or for asyncio.
     """
@@ -226,12 +226,12 @@ def _refused(what: str) -> Iterator[None]:
 
 
 def _make_connection(pool: ConnectionPool | AsyncConnectionPool) -> None:
-    """Make an object that would connect."""
+    """Make a connection object without connecting, to check its arguments."""
     pool.connection_class(**pool.connection_kwargs)
 
 
 def _compare_with_clients(source: Source) -> None:
-    """Raise ValueError for a setting that a cluster's clients do not have; they would connect at once."""
+    """Raise ValueError for a setting that a cluster's client does not have, without making one: it would connect."""
     of_threads = {*inspect.signature(RedisCluster).parameters, *REDIS_ALLOWED_KEYS}
     known = of_threads & inspect.signature(AsyncRedisCluster).parameters.keys()
     if unknown := sorted(source.settings.keys() - known):
@@ -239,7 +239,7 @@ def _compare_with_clients(source: Source) -> None:
 
 
 def source_of_cache(settings: Mapping[str, Any], *, is_cluster: bool, **limits: float) -> Source:
-    """Return the Source of the cache with these *settings* (an alias of CACHES); of several servers, the first one."""
+    """Return the Source of the cache with these *settings* (an alias of CACHES): of several servers, the first."""
     options = dict(settings.get("OPTIONS", {}))
     location = settings.get("LOCATION", "")
     servers = re.split(r"[;,]", location) if isinstance(location, str) else list(location)
@@ -261,7 +261,7 @@ def source_of_cache(settings: Mapping[str, Any], *, is_cluster: bool, **limits: 
     )
     if not source.is_cluster:
         with _refused("the cache's OPTIONS"):
-            # Those of Sentinels would ask them for the address.
+            # Without Sentinels, because a connection made with them would ask them for the address.
             _make_connection(ConnectionPool(**replace(source, sentinels=()).connection))
     return source
 
@@ -272,7 +272,7 @@ def _read_url(url: str) -> dict[str, Any]:
 
 
 def check_connection_options(options: object) -> None:
-    """Raise TypeError if *options*, which may hold a password, are no keyword arguments."""
+    """Raise TypeError, which shows no password, if *options* are not keyword arguments."""
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise TypeError("'options' must be a dict of redis-py's keyword arguments.")
     provider = options.get("credential_provider")

@@ -1,4 +1,4 @@
-"""Exclusive locks without scripts: WATCH, read, decide here, and write if nobody wrote meanwhile (MULTI, EXEC).
+"""Exclusive locks without scripts: WATCH, read, decide, and write if no other client wrote meanwhile (MULTI, EXEC).
 
 No I/O. Acquires, releases, extends and looks. The keys are those of the scripts, so what processes with scripts hold,
 share or reserve by min_hold is respected.
@@ -26,16 +26,16 @@ from .scripts import (
     Script,
 )
 
-#: Attempts, each of which fails only because another client has changed the lock.
+#: How many times a transaction is tried while other clients change the lock.
 ROUNDS = 100
-#: A holder in the record: its token, when it acquired the lock, and its description.
+#: A holder in the record: the token, the time of the grant, and the description of the holder.
 _HOLDING = re.compile(rb"(\d+) (\d+) (.*)", re.DOTALL)
 
 
 def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
-    """Do in two round trips what the script of *call* does; return its answer and those to *after*.
+    """Do in two round trips what the script of *call* does; return its answer and the answers to *after*.
 
-    An error of Redis is an answer: nothing was written then.
+    An error of Redis is returned as the answer: then nothing was written.
     """
     parts = list(_parts(call))
     reads: list[Command] = []
@@ -43,8 +43,8 @@ def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
         reads += ("HGETALL", keys[0]), ("PTTL", keys[0])
         reads += (("ZRANGE", readers, 0, -1, "WITHSCORES") for readers in keys[1:])
     watched = [key for keys, _ in parts for key in keys]
-    # MULTI already here: if it were refused among the writes, they would be carried out without the comparison.
-    # No read after it: Redis queues nothing when its memory is full.
+    # MULTI comes with the reads: were it refused among the writes, these would be carried out without the comparison.
+    # No read comes after MULTI: Redis queues no command when its memory is full.
     begin: tuple[Command, ...] = ("WATCH", *watched), ("TIME",), *reads, ("MULTI",)
     for _ in range(ROUNDS):
         found = yield begin
@@ -63,7 +63,7 @@ def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
                 answer = answers if call.script in {EXTEND, LOOK} else answers[0]
                 return [answer, *told[len(writes) + 1 :]]
         if error is not None:
-            # One of the two fails: it is not known whether MULTI was carried out.
+            # Send both, of which one fails, because it is not known whether MULTI was carried out.
             yield (("DISCARD",), ("UNWATCH",))
             return [error]
     return [ResponseError(f"others wrote meanwhile, {ROUNDS} times in a row")]
@@ -83,11 +83,11 @@ def _parts(call: Call) -> Iterator[tuple[tuple[str, ...], tuple[Any, ...]]]:
             ((next(keys),), (owner, ttl)) for owner, ttl, _ in zip(*[args] * 3, strict=True)
         )
     else:
-        yield call.keys[:2], call.args[1:]  # the first one is for doorbells
+        yield call.keys[:2], call.args[1:]  # without the first argument, for doorbells
 
 
 class _LockRecord:
-    """One lock, as it was read, and the *writes* that change it."""
+    """One lock as it was read, and the *writes* that will change it."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _LockRecord:
         if self.is_shared:
             ends = {owner.decode(): int(float(end)) for owner, end in _pairs(readers)}
         self.holders = {owner: end for owner, end in ends.items() if end > self.now}
-        #: Milliseconds for which the record is kept.
+        #: How many milliseconds Redis keeps the record.
         self.kept = kept
         self.writes: list[Command] = []
 
@@ -168,18 +168,18 @@ class _LockRecord:
         self.writes.append(("HSET", self.record, *chain(*fields.items())))
 
     def hold(self, owner: str, ttl: int) -> None:
-        """Extend the holding until *ttl* from now, and never shorten it."""
+        """Extend the holding to *ttl* from now, and never shorten it."""
         ends = max(self.holders.get(owner, 0), self.now + ttl)
         self.set(lease=f"{self.now} {ends - self.now} {owner}")
         self.keep(ends)
 
     def keep(self, ends: int) -> None:
-        """Keep the record until *ends* and RETENTION after it, or longer."""
+        """Keep the record until RETENTION after *ends*, or longer."""
         self.kept = max(self.kept, -((self.now - ends) // 1000) + RETENTION * 1000)
         self.writes.append(("PEXPIRE", self.record, self.kept))
 
     def note(self, field: str, owner: str) -> None:
-        """Remember *owner* among the last eight."""
+        """Add *owner* to the last eight owners in *field*."""
         noted = f"{owner[:MARK]} {self.fields.get(field.encode(), b'').decode()}"
         self.set(**{field: noted[:LAST]})
 

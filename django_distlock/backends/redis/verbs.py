@@ -1,4 +1,4 @@
-"""The verbs of a lock in Redis: what is asked, and what the answers mean. No I/O."""
+"""The verbs of a lock in Redis: the commands, and the meaning of their answers. No I/O."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .scripts import Call, Script
 from .sources import DISK, RedisSettings
 from .unscripted import transact
 
-#: Locks that are renewed by one script, or looked at in one go: others wait while it runs.
+#: Locks that one script renews, or that are looked at together: other clients wait while the script runs.
 BATCH = 250
-#: Locks that one script looks at: what it answers is read while the server runs the next one.
+#: Locks that one script looks at: its answer is read while the server runs the next script.
 LOOKED_AT = 25
-#: What people can do about what Redis says: by the driver's error, or by the word that begins it inside a script.
+#: Hints for errors of Redis: the driver's class of the error, the word that begins it inside a script, the hint.
 _HINTS = (
     (exceptions.MovedError, "MOVED", "it belongs to a cluster: say so with OPTIONS 'cluster': True"),
     (exceptions.NoPermissionError, "NOPERM", "if its user may not run scripts, set OPTIONS 'scripting': False"),
@@ -45,23 +45,23 @@ _HINTS = (
     (exceptions.ReadOnlyError, "READONLY", "it is a replica: name the master"),
     (exceptions.AuthenticationError, "unauthenticated", "it wants a password"),
 )  # fmt: skip
-#: What to do for that which only scripts do.
+#: The advice for features that need scripts.
 WITHOUT_SCRIPTS = "Only scripts do it: let its user run them, and leave out OPTIONS 'scripting'."
 _RELEASES = {0: Release.GONE, 1: Release.RELEASED, 2: Release.TAKEN}
 
 #: Makes a key of the cache, with its prefix and version.
 MakeKey = Callable[[str], str]
 _SAMPLE = "distlock-sample"
-#: What is made a key of, to see what the cache adds; and what "" stands for as a label.
+#: The text whose key shows what the cache adds to keys; and the long form of the label "".
 PROBE, _PLAIN = f"distlock:{{{_SAMPLE}}}", "distlock:{}"
-#: Locks whose keys a process remembers.
+#: For how many locks a process caches the keys.
 _REMEMBERED = 2048
 
 
 class Keys:
-    """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with.
+    """The keys of one lock: *all* is what scripts get as KEYS, *bells* the beginning of the doorbells' keys.
 
-    *line* is the record that names its queue: the lock's own, or for a place, that of all places.
+    *line* is the record after which the queue is named: for a place, the record of all places.
     """
 
     def __init__(self, record: str, line: str) -> None:
@@ -74,7 +74,7 @@ class Keys:
 
 @lru_cache(_REMEMBERED)
 def label_of(made: object) -> str:
-    """Return what a cache adds to its keys, "" if nothing: *made* is its key for PROBE. ValueError if that hides the key of a lock."""
+    """Return as a label what a cache adds to keys; *made* is its key for PROBE. ValueError if that hides the lock's key."""
     before, _sample, after = str(made).partition(_SAMPLE)
     if not (before.endswith("{") and after.startswith("}")) or "{}" in str(made):
         msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
@@ -93,19 +93,19 @@ def check_key_functions(*make_keys: MakeKey) -> None:
 
 
 def joint_label(labels: Sequence[str]) -> str:
-    """Return the label for servers with these *labels*: one of them if they are equal."""
+    """Return one label for servers with these *labels*: the common one if all are equal."""
     return labels[0] if len({*labels}) == 1 else " ".join(label or _PLAIN for label in labels)
 
 
 def split_label(key: str) -> tuple[str, str]:
-    """Return the label of *key*, "" if it has none, and the rest."""
+    """Return the label of *key*, maybe "", and the rest of *key*."""
     label, _bar, rest = key.partition("|")
     return (label, rest) if "{}" in label else ("", key)
 
 
 @lru_cache(_REMEMBERED)
 def keys_of(key: str) -> Keys:
-    """Return the keys of the lock that servers know as *key*."""
+    """Return the keys on the server for the lock *key*."""
     return Keys(record_of(key), record_of(line_of(key)))
 
 
@@ -121,7 +121,7 @@ def key_space(label: str) -> KeySpace:
 
 
 class KeySpace:
-    """The keys of all the locks with one *label*: those of one lock share a slot of a cluster, by what is in braces."""
+    """The keys of all locks with one *label*. The part in braces puts the keys of one lock into one slot of a cluster."""
 
     def __init__(self, label: str) -> None:
         before, _braces, after = (unquote(label) or _PLAIN).partition("{}")
@@ -129,7 +129,7 @@ class KeySpace:
         before, after = (
             re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
         )
-        #: What SCAN finds all records by, and other keys of locks.
+        #: The pattern by which SCAN finds all records, and other keys of locks.
         self.pattern = f"{before}*{after}*"
 
     def record(self, key: str) -> str:
@@ -141,7 +141,7 @@ class KeySpace:
         return f"{self._before}{line_of(key)}{self._after}{'' if place is None else place}"
 
     def key_of(self, record: str) -> str | None:
-        """Return the key of a lock, without its label; None if *record* is no record with this label."""
+        """Return the key of the lock of *record*, without a label; None if that is not a record with this label."""
         line, _, place = record[len(self._before) :].partition(self._after)
         key = f"{line}{place}"
         is_record = record == self.record(key) and not {"{", "}"} & {*key}
@@ -151,7 +151,7 @@ class KeySpace:
 class RedisVerbs:
     """The requests of one alias to its Redis: by scripts, or by transactions where scripts are not allowed.
 
-    *batch*: locks that one script may be given.
+    *batch*: the most locks for one script.
     """
 
     def __init__(self, alias: str, options: RedisSettings, *, batch: int) -> None:
@@ -160,7 +160,7 @@ class RedisVerbs:
         self._replicas = options.wait_replicas
         self._after: tuple[Command, ...] = ()
         if self._replicas:
-            # Less than what the answer is waited for.
+            # Half of the time in which the answer must come.
             self._after = (("WAIT", self._replicas, microseconds(options.io_timeout) // 2000),)
         self._waits_for_disk = options.wait_disk
         self._batch = batch
@@ -197,23 +197,23 @@ class RedisVerbs:
         return Grant(int(answer))
 
     def release(self, request: Request, *, for_good: bool = False) -> Conversation[Release]:
-        """Release the lock; *for_good*: later requests of this owner are refused."""
+        """Release the lock; with *for_good*, the server refuses later requests of this owner."""
         (answer,) = yield from self._answers(self._release_call(request, "1" if for_good else ""))
         return _RELEASES[answer]
 
     def give_back(self, request: Request) -> Conversation[Release]:
-        """Release the lock for good, and wake nobody, as the caller asks for it again."""
+        """Release the lock for good, and wake nobody, because the caller tries again."""
         call = Call(scripts.RELEASE, keys_of(request.key).all, ("", request.owner, "1", 0))
         (answer,) = yield from self._answers(call)
         return _RELEASES[answer]
 
     def raise_token(self, request: Request, token: int) -> Conversation[bool]:
-        """Give the holding this *token*, and higher ones to later holdings; return False if the lock is not held."""
+        """Give the holding this *token*, so that later tokens are higher; return False if the lock is not held."""
         (answer,) = yield from self._answers(self._call(scripts.RAISE, request, token))
         return bool(answer == 1)
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
-        """Release the locks for good: later requests of these owners are refused."""
+        """Release the locks for good: the server refuses later requests of these owners."""
         calls = [self._release_call(each, "1") for each in requests]
         return [self._released(each) for each in (yield from self._together(calls))]
 
@@ -256,7 +256,7 @@ class RedisVerbs:
         return [shown for key, answer in found if answer for shown, _ in _held(answer, key)]
 
     def end_holding(self, key: str, owner_digest: str) -> Conversation[bool]:
-        """End a holding, or what one has reserved, which has no owner; return whether it was there."""
+        """End a holding, or a reservation (min_hold), which has no owner; return whether there was one."""
         (found,) = yield from self._looks([key])
         keys, is_ended = keys_of(key), False
         for shown, owner in _held(found, key) if found else ():
@@ -285,16 +285,16 @@ class RedisVerbs:
         """Wait on the server for up to *seconds* until the doorbell *bell* rings."""
         try:
             (answer,) = yield (("BLPOP", bell, f"{max(seconds, 0.001):.3f}"),)
-        except TimeoutError:  # in our own patience; the connection is given up
+        except TimeoutError:  # no answer within the link's limit; the connection is closed
             return
-        # Not if the server has just become a replica.
+        # UNBLOCKED: the server has just become a replica.
         if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
             raise LockBackendError(self._alias, f"Redis refused BLPOP: {answer}") from answer
 
     def _confirm(self, replicas: Sequence[Any]) -> Conversation[None]:
-        """Raise LockBackendError unless all *replicas*, answers of WAIT, are enough, and the disk has what was written.
+        """Raise LockBackendError unless each of *replicas*, answers of WAIT, is enough, and the disk has the writes.
 
-        The disk is waited for after the script: a server that refuses a lock need not write that down.
+        WAITAOF is sent after the script's answer, because a refusal need not reach the disk.
         """
         for answer in replicas:
             if not isinstance(answer, int) or answer < self._replicas:
@@ -334,7 +334,7 @@ class RedisVerbs:
         return [answer for each in found for answer in self._checked(each)]
 
     def _answers(self, call: Call, *after: Command) -> Conversation[list[Any]]:
-        """Carry *call* out, and return its answer and those to *after*; LockBackendError if it is refused."""
+        """Run *call* and the commands *after*, and return all answers; LockBackendError if Redis refuses *call*."""
         if self._has_scripts:
             answers = yield (call, *after)
             if isinstance(answers[0], exceptions.NoScriptError):
@@ -345,7 +345,7 @@ class RedisVerbs:
         return answers
 
     def _together(self, calls: Sequence[Call]) -> Conversation[list[Any]]:
-        """Send calls that may be carried out twice together; an error is an answer."""
+        """Send *calls*, which may be carried out twice, together, and return the answers; an error is an answer."""
         if not self._has_scripts:
             answers = []
             for call in calls:
@@ -357,10 +357,10 @@ class RedisVerbs:
         return answers
 
     def _checked(self, answer: Any) -> Any:
-        if not isinstance(answer, Exception):  # LOADING is no ResponseError
+        if not isinstance(answer, Exception):  # Exception, as LOADING is not a ResponseError
             return answer
         text = str(answer)
-        if "non local key" in text:  # a script has emptied a key of a slot that is being moved
+        if "non local key" in text:  # the slot is being moved, and a script has emptied a key
             raise Contended(
                 self._alias, f"Redis is moving the lock to another server: {text}"
             ) from answer
@@ -371,7 +371,7 @@ class RedisVerbs:
 
 
 def _busy(answer: list[Any]) -> Busy:
-    """Return who has the lock that LOOK has seen."""
+    """Return the holder in *answer*, that of LOOK, as a Busy."""
     holdings = list(_holdings(answer))
     left = max([_left(answer[2]) or 0.0, *(left for _, left, *_ in holdings)])
     return Busy(holdings[-1][3] if holdings else None, left, reserved=not holdings)

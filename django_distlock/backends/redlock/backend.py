@@ -37,7 +37,7 @@ from .servers import Servers, no_greeting
 from .votes import LONGEST, LONGEST_CONNECTING
 
 _T = TypeVar("_T")
-#: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.
+#: Seconds between two tries, chosen at random, so that votes do not split again.
 PAUSE = (0.05, 0.2)
 
 
@@ -75,14 +75,14 @@ class RedlockBackend(StepsBackend):
         ]
         check_key_functions(*self._make_keys)
         self.location = ("redlock", *(each.identity for each in self.sources))
-        #: Seconds for which a server that restarted grants nothing.
+        #: For how many seconds a server that restarted grants no lock.
         self._least_uptime = (
             (self.options.longest_ttl or self.ttl) if self.options.restart_guard else 0.0
         )
         self._open()
 
     def request(self, name: str, key: str = "", **wishes: Any) -> Request:
-        self.check_ttl(wishes["ttl"])  # also that of a lease that another process has detached
+        self.check_ttl(wishes["ttl"])  # also the ttl of a lease that another process has detached
         return super().request(name, key, **wishes)
 
     def key_of(self, name: str) -> str:
@@ -144,7 +144,7 @@ class RedlockBackend(StepsBackend):
         self._close_unused.detach()
         self._open()
 
-    # Their twins for asyncio.
+    # The verbs for asyncio.
 
     async def adequeue(self, request: Request) -> None:
         await self._arun(self._verbs.leave(request))
@@ -157,7 +157,7 @@ class RedlockBackend(StepsBackend):
         return await arun(steps, self._servers.aask)
 
     def _listen(self, request: Request, bell: ThreadBell | TaskBell, seconds: float) -> None:
-        if request.limit is None:  # else nothing rings
+        if request.limit is None:  # the places of a limit have no doorbell
             self._servers.listen(self._verbs.doorbells(request), bell, seconds)
 
     def _open(self) -> None:
@@ -179,13 +179,13 @@ class RedlockBackend(StepsBackend):
     def _source(self, server: str) -> Source:
         options = self.options
         connecting = options.connect_timeout or LONGEST_CONNECTING
-        # Of greetings and of the rest of an answer that has begun; questions have a limit of their own.
+        # The limit for greetings and for the rest of an answer that has begun; each question has its own limit.
         answering = max(connecting, options.server_timeout or LONGEST)
         limits: dict[str, Any] = {"connect_timeout": connecting, "io_timeout": answering}
         if "://" in server:
             return source_of_url(server, options.options, **limits)
         if server not in caches.settings:
-            # A URL that is mistyped may have a password.
+            # A mistyped URL may contain a password.
             is_secret = "@" in server
             problem = "a URL needs ://" if is_secret else f"CACHES has no alias {server!r}"
             raise ValueError(f"'servers': {problem}.")

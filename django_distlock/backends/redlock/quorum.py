@@ -1,6 +1,6 @@
-"""The verbs of Redlock and its OPTIONS: the verbs of Redis on all servers, and the result of their answers.
+"""The verbs of Redlock and its OPTIONS: the verbs of Redis on all servers, and what their answers mean together.
 
-No I/O, but to ask again in the background.
+No I/O, except repeated releases in the background.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .servers import Servers
 from .votes import Count, Election, Question
 
 _T = TypeVar("_T")
-#: A generator that yields questions, and is sent the count of their answers.
+#: A generator that yields questions, and is sent the counts of their answers.
 Verb = Steps[Question, _T]
 
-#: A ttl with which servers have the longest time for their answers.
+#: A ttl for which servers have the longest time for their answers.
 UNHURRIED = 10.0
-#: The fewest servers of which one may fail.
+#: The smallest number of servers of which one may fail.
 FEWEST = 3
 
 
@@ -52,7 +52,7 @@ FEWEST = 3
 class RedlockOptions:
     """The OPTIONS of RedlockBackend. Times are seconds.
 
-    *servers* are URLs, which may hold passwords, or aliases of CACHES; *options* are redis-py's, for all URLs.
+    *servers* are URLs, which may hold passwords, or aliases of CACHES; *options* are for redis-py, with all URLs.
     """
 
     servers: Sequence[str] = field(default=(), repr=False)
@@ -80,9 +80,9 @@ class RedlockOptions:
 
 
 class RedlockVerbs:
-    """The verbs of one alias on its *servers*: those of Redis on each of them, and what a majority answers.
+    """The verbs of one alias: each runs the verb of Redis on all *servers*, and returns what a majority answers.
 
-    *least_uptime*: seconds that a server must have been up before it may grant; 0: it may at once.
+    *least_uptime*: for how many seconds a server must have been up before it may grant a lock.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RedlockVerbs:
         self._redis = RedisVerbs(alias, RedisSettings(), batch=BATCH)
 
     def acquire(self, request: Request, *, queued: bool) -> Verb[Grant | Busy]:
-        """Try to acquire the lock on a majority. What a refused try was granted is given back for good."""
+        """Try to acquire the lock on a majority. After a refusal, release what single servers have granted, for good."""
         verb = partial(self._redis.acquire, queued=queued)
         question = self._question(verb, request, Count.is_elected)
         question.least_uptime = self._least_uptime
@@ -112,7 +112,7 @@ class RedlockVerbs:
         if outcome is Election.WON:
             return (yield from self._fence(request, ballot))
         if outcome is Election.UNREACHABLE and ballot.unsure:
-            self._fail(ballot)  # the same owner may ask again
+            self._fail(ballot)  # without a release, as the same owner may ask again
         yield from self._give_back(request, ballot)
         if outcome is Election.UNREACHABLE:
             self._fail(ballot)
@@ -130,14 +130,14 @@ class RedlockVerbs:
         if count.says_yes():
             return Grant(token)
         if count.unsure:
-            self._need_most(count)  # the same owner may ask again
+            self._need_most(count)  # raises without a release, as the same owner may ask again
         yield from self._give_back(request, ballot)
         self._need_most(count)
         return Busy()
 
     def release(self, request: Request) -> Verb[Release]:
-        """Release the lock on all servers. It was lost only if a majority says so."""
-        # For good: a server that hung may get a request to acquire it after this one.
+        """Release the lock on all servers. The lock was lost only if a majority says so."""
+        # For good, because a late try may reach a server that hung after this release.
         verb = partial(self._redis.release, for_good=True)
         count: Count = yield self._question(verb, request, _has_agreed)
         if count.says_yes() is False:
@@ -164,14 +164,14 @@ class RedlockVerbs:
         return kept
 
     def take_over(self, request: Request, former: str) -> Verb[bool]:
-        """Take the lease over on a majority; without one, release what was taken over."""
+        """Take the lease over on a majority of servers; without a majority, release what was taken over."""
         verb = partial(self._redis.take_over, former=former)
         count: Count = yield self._question(verb, request, _has_agreed)
         said = count.says_yes()
         if said:
             return True
         if said is None and count.unsure:
-            self._fail(count)  # the same owner may ask again
+            self._fail(count)  # without a release, as the same owner may ask again
         yield from self._give_back(request, count)
         if said is None:
             self._fail(count)
@@ -181,7 +181,7 @@ class RedlockVerbs:
         count: Count = yield self._question(self._redis.probe, request, Count.is_seen)
         self._need_most(count)
         seen = count.favourite()
-        # Servers that failed may know the same holder.
+        # Servers that failed may have the same holder.
         if not seen or len(seen) + len(count.failures) < self._most:
             return None
         return votes.longest(seen)
@@ -216,7 +216,7 @@ class RedlockVerbs:
         return any(count.answers.values())
 
     def held(self, key: str | None, is_ours: Callable[[str], bool], label: str) -> Verb[list[Held]]:
-        """Return the locks that a majority has: all with the *label* that one *is_ours*, or the one with this *key*."""
+        """Return the locks held on a majority: the one with *key*, or all with *label* whose keys pass *is_ours*."""
         count: Count = yield self._ask(
             {server: self._held_on(server, key, is_ours, label) for server in self._everybody}
         )
@@ -247,9 +247,9 @@ class RedlockVerbs:
         )
 
     def _give_back(self, request: Request, ballot: Count) -> Verb[None]:
-        """Release the lock on all servers that granted it or may have; wait for the answers of the former only.
+        """Release the lock on all servers that granted it or may have; wait for those that granted it.
 
-        Servers that granted it, or whose vote was lost, are asked again in the background until they answer.
+        In the background, repeat the release on those that granted it or whose vote was lost, until they answer.
         """
         granted = {server for server, answer in ballot.answers.items() if _is_grant(answer)}
         if servers := granted | ballot.pending | ballot.unsure:
@@ -264,7 +264,7 @@ class RedlockVerbs:
                 until_done(self._alias, job, clock.lease_time() + request.ttl)
 
     def _insist(self, request: Request, servers: Iterable[int]) -> None:
-        """Give back what all *servers* may have granted, from a thread of the background."""
+        """In a background thread, release what *servers* may have granted; LockBackendError if one fails."""
         count = self._servers.ask(
             self._question(self._redis.give_back, request, lambda _: False, servers)
         )
@@ -278,7 +278,7 @@ class RedlockVerbs:
         is_decided: Callable[[Count], bool],
         servers: Iterable[int] | None = None,
     ) -> Question:
-        """Return the question that *verb* asks *servers*, by default all of them."""
+        """Return the question that asks *servers*, by default all, to carry out *verb*."""
         asked = self._everybody if servers is None else servers
         conversations = {server: verb(_at(server, request)) for server in asked}
         return self._ask(conversations, is_decided, request.ttl)
@@ -289,13 +289,13 @@ class RedlockVerbs:
         is_decided: Callable[[Count], bool] = lambda _: False,
         ttl: float = UNHURRIED,
     ) -> Question:
-        """Return a question that ends when *is_decided*; by default it waits for all servers."""
+        """Return a question that ends when *is_decided* returns True; by default it waits for all servers."""
         within = votes.server_timeout(ttl, self._options.server_timeout)
         connecting = votes.connect_timeout(ttl, self._options.connect_timeout)
         return Question(conversations, is_decided, within, connecting)
 
     def _need_most(self, count: Count) -> None:
-        """Raise the error if so many servers failed that the others are no majority."""
+        """Raise LockBackendError if so many servers failed that the others are no majority."""
         if len(self._names) - len(count.failures) < self._most:
             self._fail(count)
 
@@ -319,7 +319,7 @@ class RedlockVerbs:
 
 
 def _at(server: int, request: Request) -> Request:
-    """Return *request* with the key that it has on one *server*."""
+    """Return *request* with its key on this *server*."""
     key = _key_on(server, request.key)
     return request if key == request.key else replace(request, key=key)
 
@@ -331,13 +331,13 @@ def _key_on(server: int, key: str) -> str:
 
 
 def _of_server(server: int, label: str) -> str:
-    """Return the part of *label* that is of one *server*; see joint_label()."""
+    """Return the part of *label* for this *server*; see joint_label()."""
     return label.split(" ")[server] if " " in label else label
 
 
 def _keys_on(server: int, is_ours: Callable[[str], bool], label: str) -> Conversation[list[str]]:
     space = key_space(_of_server(server, label))
-    # SCAN may return a key twice.
+    # A dict, because SCAN may return a key twice.
     keys: dict[str, None] = {}
     cursor = b""
     while cursor != b"0":
@@ -352,14 +352,14 @@ def _keys_on(server: int, is_ours: Callable[[str], bool], label: str) -> Convers
 
 
 def seconds_up(*, durable: bool) -> Conversation[float]:
-    """Return for how many seconds the server has been up, or infinity if a restart loses nothing."""
+    """Return for how many seconds the server has been up, or infinity if a restart loses no data."""
     facts = yield from ask_facts()
     if isinstance(facts, Exception):
         text = f"{facts} (OPTIONS 'restart_guard' needs it: ACL SETUSER <user> +info)"
         raise ResponseError(text) from facts
     if durable and facts.get("aof_enabled") == "1":
         return math.inf
-    # It counts whole seconds, of which the first may have been a short one; after its clock was set back, less than none.
+    # The server counts whole seconds, of which the first may be short, and less than 0 after its clock was set back.
     return max(0, int(facts["uptime_in_seconds"]) - 1)
 
 

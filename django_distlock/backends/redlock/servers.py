@@ -1,4 +1,4 @@
-"""One thread that talks to all servers, for the threads and the asyncio tasks of a process."""
+"""One thread that talks to all servers, for all threads and asyncio tasks of the process."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ from .votes import LONGEST_CONNECTING, Count, Question
 
 logger = logging.getLogger("django_distlock")
 
-#: What a broken connection raises.
+#: The errors of a broken connection.
 BROKEN = (RedisError, OSError)
-#: What a socket raises instead of blocking.
+#: The errors that a socket raises instead of blocking.
 NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 #: Bytes that are read at once.
 CHUNK = 65536
 #: A connection is closed after so many seconds without an answer, or with more than so many answers missing.
 DEBT_SECONDS, DEBT = 1.0, 64
-#: Seconds for which a server is asked to wait for doorbells; those of new waiters are heard after that.
+#: Seconds of one BLPOP on the doorbells; the next BLPOP has the doorbells of new waiters, too.
 LISTEN = 0.1
-#: Seconds after which a server that was asked to wait so long gives no answer.
+#: Seconds beyond LISTEN after which a BLPOP counts as unanswered.
 DEAF = 1.0
 #: Seconds that the thread may be late with an answer, beyond the time limits of the servers.
 LATE = 10.0
-#: Seconds by which the thread looks too late for answers, when it was held up: it had no processor, or much to do.
+#: A thread that looks for answers so many seconds too late was held up: it had no processor, or much to do.
 HELD_UP = 0.01
 #: Seconds between two looks for work, where the thread cannot be woken.
 UNWOKEN = 0.005
-#: What errors say.
+#: Texts of errors.
 IN_THE_THREAD = (
     "a finalizer uses a lock in the thread that talks to the servers, which would wait for itself: "
     "let another thread do it"
@@ -78,7 +78,7 @@ TOO_LATE = "the thread that talks to the servers is held up: it has not told the
 
 
 class Query:
-    """The conversation with one server that is part of a question. It goes on when the question is over."""
+    """The conversation with one server for a question. It continues when the question is over."""
 
     __slots__ = (
         "_answers",
@@ -95,9 +95,9 @@ class Query:
         self.server = server
         self._conversation = question.conversations[server]
         self._answers: Any = None
-        #: How many answers have not come to what was sent last.
+        #: How many answers to the last commands are missing.
         self.missing = 0
-        #: Of the connection; once the query is sent, of the answer.
+        #: When the connection must be there; once the query is sent, when the answer must be there.
         self.deadline = deadline
         self.sent_at = 0.0
 
@@ -108,13 +108,13 @@ class Query:
         return not (self.question.is_over or is_known)
 
     def next_step(self) -> bytes:
-        """Return what is to be sent next; nothing at the end of the conversation."""
+        """Return the bytes to send next; b"" at the end of the conversation."""
         answers, self._answers = self._answers, []
         try:
             commands = self._conversation.send(answers)
         except StopIteration as end:
             self._end(end.value)
-        except Exception as error:  # noqa: BLE001 - also what an answer leads to that makes no sense
+        except Exception as error:  # noqa: BLE001 - an answer that makes no sense may lead to any error
             self._refuse(root_cause(error))
         else:
             self.missing = len(commands)
@@ -153,8 +153,8 @@ def _packed(command: Command) -> bytes:
 class ServerLink:
     """A connection to one server. All queries are sent at once, and answered in that order.
 
-    A query is therefore carried out after those that were sent before it, even if nobody waits for them any more.
-    *greet* makes a conversation for each new connection, which returns the seconds that the server has been up.
+    So the server carries out a query after all earlier queries, even if nobody waits for their answers.
+    *greet* makes a conversation for each new connection; its result is how many seconds the server has been up.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class ServerLink:
         self._unsent = b""
         self._reader: Any = None
         self._heard_at = 0.0
-        #: Since when the server has been up at the latest.
+        #: The time (wait time) since when the server has certainly been up.
         self._up_since = 0.0
 
     def ask(self, query: Query) -> None:
-        """Send *query*, now or when there is a connection."""
+        """Send *query* now, or once there is a connection."""
         if self._is_silent():
             self.close()
         if self._socket is not None:
@@ -192,7 +192,7 @@ class ServerLink:
                 self._connect()
 
     def end_overdue(self, query: Query, now: float) -> None:
-        """Stop waiting for the answer, unless the server is answering other queries, or we were held up: it has a second then."""
+        """Fail *query*; but wait up to a second if the server is answering other queries or this thread was held up."""
         within = query.question.within
         if not query.sent_at:
             limit = query.question.connecting
@@ -207,7 +207,7 @@ class ServerLink:
             query.fail(f"it did not answer within {clock.in_words(within)}")
 
     def close(self, error: Exception | None = None) -> None:
-        """Close it; the next query opens another one."""
+        """Close the connection; the next query opens another one."""
         if self._socket is None:
             return
         self._servers.selector.unregister(self._socket)
@@ -220,7 +220,7 @@ class ServerLink:
             query.fail("it did not answer", error)
 
     def _is_silent(self) -> bool:
-        """Return whether answers are missing for too long, or too many, and nobody waits for any of them."""
+        """Return True if answers are missing for too long, or too many, and nobody waits for any of them."""
         if not self._sent:
             return False
         oldest = self._sent[0]
@@ -229,15 +229,15 @@ class ServerLink:
         return (is_full or silent > DEBT_SECONDS) and not any(each.is_open for each in self._sent)
 
     def _connect(self) -> None:
-        """Connect and log in; in a thread of its own, as it takes long."""
-        # Not one of the pool's own: it keeps all that it has ever made.
+        """Connect and log in, in a separate thread, because that takes long."""
+        # Not by the pool's methods: the pool keeps all connections that it ever makes.
         driver: Any = self._pool.connection_class(**self._pool.connection_kwargs)
         failed: Exception | None = None
         up = 0.0
         try:
             driver.connect()
             up = run(self._greet(), ThreadConnection(driver, 0).exchange)
-        except Exception as error:  # noqa: BLE001 - settings may have code of users, for passwords
+        except Exception as error:  # noqa: BLE001 - settings may have a project's code, for passwords
             driver.disconnect()
             failed = error
         self._servers.submit(partial(self._use, driver, failed, clock.wait_time() - up))
@@ -258,7 +258,7 @@ class ServerLink:
         self._servers.selector.register(self._socket, self._events, self._be_ready)
         now = clock.wait_time()
         for query in waiting:
-            # Even if the question is over: the more servers have a lock, the better.
+            # Send it even if the question is over: the more servers have the lock, the better.
             if query.deadline > now and self._socket is not None:
                 self._send(query)
 
@@ -305,7 +305,7 @@ class ServerLink:
             self.close(error)
 
     def _receive(self) -> None:
-        # A selector does not see what TLS has read and not returned yet.
+        # A selector does not see bytes that TLS has read and not returned yet.
         is_more = True
         while is_more:
             data = self._socket.recv(CHUNK)
@@ -330,7 +330,7 @@ class ServerLink:
 
 
 class Servers:
-    """All servers. The thread starts with the first question and ends with close(); only it uses connections."""
+    """All servers. The thread starts with the first question and ends with close(); only this thread uses connections."""
 
     def __init__(
         self, alias: str, sources: Sequence[Source], greet: Callable[[], Conversation[float]]
@@ -340,15 +340,15 @@ class Servers:
         self.names = [source.where for source in sources]
         self._total = len(sources)
         self._connections = [ServerLink(self, source, greet) for source in sources]
-        #: Connections on which servers wait for the doorbells of waiters, and the questions that they wait by.
+        #: The connections for BLPOP on the waiters' doorbells, and by server the question with the present BLPOP.
         self._listening = [ServerLink(self, source, no_greeting) for source in sources]
         self._waits: dict[int, Question] = {}
-        #: By server: the bells of waiters and until when they are rung, by the keys of their doorbells.
+        #: By server and key of the doorbell: the bell of a waiter, and until when it is rung.
         self._bells: list[dict[str, tuple[Bell, float]]] = [{} for _ in sources]
         #: Held by the thread that talks to the servers.
         self._thread = threading.Lock()
         self._jobs: deque[Callable[[], object]] = deque()
-        #: When the thread looked for answers last, and when it last did so too late.
+        #: When the thread last looked for answers, and when it last was too late.
         self._looked_at = self.held_up_at = 0.0
         self._watched: list[tuple[float, int, ServerLink, Query]] = []
         self._numbers = itertools.count()
@@ -356,9 +356,9 @@ class Servers:
         self._waker: socket.socket | None = None
 
     def ask(self, question: Question) -> Count:
-        """Return the answers, as soon as they decide the question, or when all have answered or failed.
+        """Return the answers as soon as they decide the question, or when all servers have answered or failed.
 
-        LockBackendError in the thread itself: its finalizers cannot wait for what it does after them.
+        LockBackendError in the thread itself: a finalizer there cannot wait for what the thread does after it.
         """
         return run(self._asked(question, ThreadBell()), call)
 
@@ -370,7 +370,7 @@ class Servers:
     ) -> Steps[Callable[[], Any], Count]:
         if this_thread.serves_locks:
             raise LockBackendError(self._alias, IN_THE_THREAD)
-        self._is_closing = False  # a thread that is about to end goes on
+        self._is_closing = False  # a thread that is about to end then continues
         self.submit(partial(self._begin, question, bell, self._connections))
         seen = -1
         while not question.is_over:
@@ -381,17 +381,17 @@ class Servers:
         return question.count
 
     def listen(self, doorbells: Sequence[str], bell: Bell, seconds: float) -> None:
-        """Ring *bell* when one of the *doorbells* rings, one on each server, for so many *seconds* or a bit longer."""
+        """Ring *bell* when one of *doorbells*, one on each server, rings within *seconds* or a bit longer."""
         until = clock.wait_time() + seconds + LISTEN
         self.submit(partial(self._listen, doorbells, (bell, until)))
 
     def close(self) -> None:
-        """Close connections and end the thread, when nobody waits for an answer; the next question starts it again."""
+        """Close connections and end the thread once nobody waits for an answer; the next question starts it again."""
         self._is_closing = True
         self._wake_thread()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run *job* in the thread, or here if no thread can start, as at the exit of the interpreter."""
+        """Run *job* in the thread, or in the caller's if no thread can start, as at the exit of the interpreter."""
         self._jobs.append(job)
         if self._thread.locked():
             if self._is_asleep:
@@ -415,11 +415,11 @@ class Servers:
         until = clock.wait_time() + question.connecting
         for server in question.conversations:
             connections[server].ask(Query(question, server, until))
-        question.end_if_decided()  # a release on servers that hang may need no answer
+        question.end_if_decided()  # some questions need no answer, such as a release on servers that hang
 
     def _listen(self, doorbells: Sequence[str], bell: tuple[Bell, float]) -> None:
         for server, doorbell in enumerate(doorbells):
-            bells = self._rung_now(server)  # without those whose time is over
+            bells = self._rung_now(server)  # without the waiters whose time is over
             bells[doorbell] = bell
             if server not in self._waits or self._waits[server].is_over:
                 conversations = {server: self._wait(server)}
@@ -430,7 +430,7 @@ class Servers:
                 self._begin(question, ThreadBell(), self._listening)
 
     def _wait(self, server: int) -> Conversation[None]:
-        """Wait on a server for the doorbells of all waiters, as long as there are any."""
+        """Wait on *server* for the doorbells of all waiters, while there are waiters."""
         while bells := self._rung_now(server):
             (answer,) = yield (("BLPOP", *bells, f"{LISTEN:g}"),)
             if isinstance(answer, ResponseError):
@@ -446,7 +446,7 @@ class Servers:
     # The thread.
 
     def _run(self) -> None:
-        # Two may have been started; a job that comes while one ends is not forgotten.
+        # Two threads may have been started: one works. "while" catches a job that comes while the thread ends.
         while self._jobs and self._thread.acquire(blocking=False):
             try:
                 this_thread.serves_locks = True
@@ -502,7 +502,7 @@ class Servers:
             key.data(mask)
         while self._jobs:
             self._jobs.popleft()()
-        # By the time before: answers that arrived since have been read, even if this thread was held up.
+        # *now* is from before the select(): so answers in time are read before a query fails, even after a hold-up.
         while self._watched and self._watched[0][0] <= now:
             *_, connection, query = heapq.heappop(self._watched)
             if query.is_open and query.deadline <= now:

@@ -1,4 +1,4 @@
-"""The votes of servers: how many are enough, and what the answers mean together. No I/O."""
+"""The votes of servers: how many are a majority, and what the answers mean together. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from django_distlock.backends.redis.connections import Conversation
 from django_distlock.engine.bells import Bell
 from django_distlock.engine.values import Busy, Grant, Release
 
-#: Seconds: the longest and shortest timeout for a server's answer, and the longest one for a new connection.
+#: The longest and shortest timeout for a server's answer, and the longest for a new connection, in seconds.
 LONGEST, SHORTEST, LONGEST_CONNECTING = 0.05, 0.005, 0.25
 #: The share of a ttl for a server's answer, and for a new connection.
 PART, CONNECTING_PART = 1 / 20, 1 / 4
@@ -32,7 +32,7 @@ def connect_timeout(ttl: float, wish: float | None = None) -> float:
     return max(SHORTEST, min(LONGEST_CONNECTING, ttl * CONNECTING_PART)) if wish is None else wish
 
 
-#: What a server answers that has carried a request out.
+#: The answers of a server that has carried out a request.
 DONE = (True, Release.RELEASED)
 
 
@@ -63,7 +63,7 @@ def agreed(servers: int, *, yes: int, no: int) -> bool | None:
 
 
 def longest(refusals: Sequence[Busy]) -> Busy:
-    """Return the Busy whose lease ends last."""
+    """Return the Busy of the lease that ends last."""
     return max(refusals, key=lambda busy: busy.remaining or 0.0)
 
 
@@ -71,8 +71,8 @@ def longest(refusals: Sequence[Busy]) -> Busy:
 class Count:
     """The answers to one question, by the numbers of the servers; some of *total* servers were *asked*.
 
-    *failures* says why a server gave no answer; *unsure* are those among them that were asked all the
-    same. *errors* are what drivers raised.
+    *failures* says why a server gave no answer; *unsure* are the servers among them that may have got the
+    request. *errors* are the drivers' errors.
     """
 
     total: int
@@ -89,14 +89,14 @@ class Count:
     def miss(
         self, server: int, cause: str, error: Exception | None = None, *, was_asked: bool
     ) -> None:
-        """Take note that no answer will come; without *error*, as it took too long."""
+        """Note that no answer will come; without *error*, the server took too long."""
         self.failures[server] = cause
         self.errors.append(error or TimeoutError(cause))
         if was_asked:
             self.unsure.add(server)
 
     def of(self, kind: type[Grant | Busy]) -> set[int]:
-        """Return the servers that answered a Grant, or a Busy."""
+        """Return the servers with an answer of this *kind*."""
         return {server for server, each in self.answers.items() if isinstance(each, kind)}
 
     # Who has the lock.
@@ -107,22 +107,22 @@ class Count:
         return election(self.total, granted=granted, refused=refused, failed=len(self.failures))
 
     def is_elected(self) -> bool:
-        """Whether it is decided who has the lock."""
+        """Return True if the answers decide who has the lock."""
         return self.election() is not Election.OPEN
 
     def busy(self) -> Busy:
-        """Return who has the lock: the holder that a majority names, nobody if the votes were split."""
+        """Return the holder that a majority names; a Busy without holder if the votes were split."""
         seen = self.favourite()
         return longest(seen) if len(seen) >= majority(self.total) else Busy()
 
     def favourite(self) -> list[Busy]:
-        """Return the refusals with the holder that most servers name."""
+        """Return the refusals that name the most frequent holder."""
         seen = [answer for answer in self.answers.values() if isinstance(answer, Busy)]
         holder, _ = next(iter(Counter(each.holder for each in seen).most_common(1)), (None, 0))
         return [each for each in seen if each.holder == holder]
 
     def is_seen(self) -> bool:
-        """Whether the answers show if the lock is held."""
+        """Return True if the answers decide whether the lock is held."""
         votes, most = len(self.favourite()), majority(self.total)
         may_be_held = votes + len(self.pending) + len(self.failures) >= most
         return votes >= most or (not may_be_held and len(self.answers) >= most)
@@ -130,12 +130,12 @@ class Count:
     # What they did.
 
     def says_yes(self) -> bool | None:
-        """Whether a majority carried the request out; None while that is open."""
+        """Return whether a majority carried out the request; None while that is open."""
         done = sum(answer in DONE for answer in self.answers.values())
         return agreed(self.total, yes=done, no=len(self.answers) - done)
 
     def says_kept(self) -> list[bool | None]:
-        """For each lock of the request whether it is still ours; None while that is open."""
+        """Return for each lock of the request whether it is still ours; None while that is open."""
         answers = [*self.answers.values()]
         return [
             agreed(self.total, yes=sum(kept), no=len(answers) - sum(kept))
@@ -145,10 +145,10 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """Conversations with several servers, by the server's number. It ends when *is_decided*.
+    """Conversations with several servers, by the server's number. The question ends when *is_decided* returns True.
 
     A server has *within* seconds for each answer, and before that *connecting* seconds for a new connection.
-    *least_uptime*: seconds that it must have been up before it is asked.
+    *least_uptime*: for how many seconds a server must have been up to be asked.
     """
 
     conversations: Mapping[int, Conversation[Any]]
@@ -156,17 +156,17 @@ class Question:
     within: float
     connecting: float
     least_uptime: float = 0.0
-    #: Rings at the end; the count does not change after that.
+    #: Rings at the end of the question, after which the count does not change.
     bell: Bell = field(init=False)
     count: Count = field(init=False)
     is_over: bool = field(default=False, init=False)
-    #: How many commands were answered: a list takes many, one after the other.
+    #: How many commands were answered: a listing sends many, one after the other.
     answered: int = field(default=0, init=False)
 
     def end_if_decided(self) -> None:
         try:
             self.is_over = self.is_decided(self.count) or not self.count.pending
-        except Exception:  # noqa: BLE001 - the answer makes no sense: the caller gets the error when it counts
+        except Exception:  # noqa: BLE001 - for an answer that makes no sense, the caller gets the same error
             self.is_over = True
         if self.is_over:
             self.bell.ring()
