@@ -1,4 +1,4 @@
-"""EtcdBackend: each holder and waiter is a key of its own, and the one that was made first holds the lock."""
+"""EtcdBackend: each holder and waiter has its own key, and the key that was made first holds the lock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class EtcdBackend(QueueBackend):
-    """First come, first served, with readers and writers; a lock ends with the session of its holder."""
+    """Locks in etcd, first come, first served, with readers and writers; a lock ends with its holder's session."""
 
     options_class = EtcdOptions
     options: EtcdOptions
@@ -61,16 +61,16 @@ class EtcdBackend(QueueBackend):
         try:
             return super().try_acquire(request, queued=queued, left=left)
         except LockBackendError as error:
-            # A waiter tries again after this time, and etcd may answer then.
+            # A waiter that stays in the queue tries again, and etcd may answer then.
             node = self._verbs.nodes.get(request.owner)
             if node is None or not queued or not (left is None or left > LAST):
                 raise
             return self._still_waiting(node, error)
 
     def _still_waiting(self, node: Key, error: LockBackendError) -> Busy:
-        """Return the holder that refused a waiter before this *error*; raise it if nobody did, and etcd is silent for long.
+        """Return the holder that refused a waiter before this *error*; raise *error* if etcd is silent for long before that.
 
-        A position in the queue is kept while the session lasts; a first try may be late for as long as that.
+        A position in the queue is kept while the session lasts; a first try may take as long.
         """
         is_early = clock.lease_time() < node.asked_at + self.options.session_timeout
         if node.busy is None and not (is_early and isinstance(error, LockOutcomeUnknown)):
@@ -112,7 +112,7 @@ class EtcdBackend(QueueBackend):
         self._gateway.close()
 
     def close_at_exit(self, seconds: float) -> None:
-        """End the session: otherwise keys that were not deleted in time would last until its timeout."""
+        """End the session: otherwise keys that could not be deleted would last until the session's timeout."""
         self._server.watcher.close()
         self._session.end(seconds)
         self._gateway.close()

@@ -27,32 +27,32 @@ from .options import Endpoint, EtcdOptions
 
 #: Seconds for which a watch reads nothing before it asks again.
 SILENCE = 5.0
-#: Seconds until members that have no leader are asked again.
+#: Seconds until members without a leader are asked again.
 ELECTION = 0.1
-#: Seconds that a member has at least.
+#: Seconds that each member has at least for its answer.
 LEAST = 0.01
 #: How many idle connections are kept.
 KEPT = 10
-#: How many operations etcd accepts in one transaction, by default; those in a nested one count, too.
+#: How many operations etcd accepts in one transaction, by default; nested operations count, too.
 OPERATIONS = 128
 #: The name of a key that is not written.
 NEVER = "%never"
-#: Seconds for a last request, for one that is sent although its session is over, and until a watch has begun.
+#: Seconds for a last request, for a request about an ended session, and until a watch has begun.
 SHORT = 1.0
-#: The errors of a request that has no reply: no connection, silence, or what is no HTTP and no JSON.
+#: The errors of a request without a reply: no connection, silence, or bytes that are not HTTP or JSON.
 FAULTS = (OSError, http.client.HTTPException, ValueError)
 
 _AUTHENTICATE = "/v3/auth/authenticate"
-#: What the gateway says of a token that has expired, or was given by a member that was restarted.
+#: The gateway's texts for a token that has expired, or came from a member before its restart.
 _OLD_TOKEN = ("invalid auth token", "revision of auth store is old")
-#: What it says of a login that is missing, wrong, or has too few rights.
+#: The gateway's texts for a login that is missing, wrong, or has too few rights.
 _LOGIN = ("authentication failed", "user name is empty", "permission denied")
-#: What members say while there is no leader, or another one, or while they start or stop.
+#: The members' texts during an election, a change of the leader, a start or a stop.
 _TRANSIENT = (
     "leader", "timed out", "server stopped", "closing", "unhealthy", "too many requests", "learner",
     "proposal dropped",
 )  # fmt: skip
-#: By what etcd says: what is to be done.
+#: Advice, by the texts of etcd.
 _ADVICE = {
     "database space exceeded": (
         "its database is full (the alarm NOSPACE): compact and defragment it, then `etcdctl alarm disarm`"
@@ -70,7 +70,7 @@ class LeaseGone(LockBackendError):
 
 
 class Reply(NamedTuple):
-    """A reply; *is_sure* unless an earlier sending of the same request may still be carried out later."""
+    """A reply; *is_sure* unless an earlier sending of the request is without a reply, and may yet be carried out."""
 
     body: dict[str, Any]
     is_sure: bool
@@ -86,11 +86,11 @@ class Reply(NamedTuple):
 
 
 class Refused(Exception):
-    """A member has answered by an error. *status*: of HTTP."""
+    """A member has answered by an error. *status* is that of HTTP."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
-        #: Whether another member may answer, or this one later.
+        #: Whether another member may answer without an error, or this member later.
         self.is_transient = status in {503, 504} or _is_one_of(text, _TRANSIENT)
         self.is_login = _is_one_of(text, _LOGIN)
         self.is_old_token = _is_one_of(text, _OLD_TOKEN)
@@ -101,12 +101,12 @@ class Broken(OSError):
 
 
 class _Response(http.client.HTTPResponse):
-    # Otherwise the collector could not close one that an exception has kept from being made.
+    # Needed by the garbage collector to close a response whose __init__() was interrupted by an exception.
     fp: Any = None
 
 
 class _Bytes(io.RawIOBase):
-    """The bytes that come on a connection, as http.client reads them."""
+    """The bytes received on a connection, as a file for http.client."""
 
     def __init__(self, connection: MemberConnection) -> None:
         self._connection = connection
@@ -121,23 +121,23 @@ class _Bytes(io.RawIOBase):
 class MemberConnection:
     """A connection to one member: one request at a time.
 
-    http.client reads the replies. It does not send the requests: an HTTPConnection takes 5 % of the time of a lock for that.
+    http.client reads the replies, but does not send the requests: that would add 5 % to the time of a lock.
     """
 
     def __init__(self, endpoint: Endpoint, options: EtcdOptions) -> None:
         self.endpoint = endpoint
-        #: Whether a request may have been sent; the time of its last use.
+        #: Whether a request may have been sent; the time of the last use.
         self.is_used = False
         self.used_at = 0.0
-        #: Until when the reply must have come, to its last byte (wait_time()).
+        #: When the last byte of the reply must have come (wait_time()).
         self.ends = 0.0
-        #: Whether it may be used again: the reply has been read, and the member goes on to answer.
+        #: Whether the connection may be used again: the reply has been read, and the member keeps it open.
         self.is_kept = False
         self._options = options
         self._socket: socket.socket | None = None
 
     def ask(self, path: str, body: bytes, token: str, ends: float) -> http.client.HTTPResponse:
-        """Send a request; return its reply, read up to its body. Connect if needed."""
+        """Connect if needed, send a request, and return the reply, read up to its body."""
         self.ends, self.is_kept = ends, False
         sock = self._socket or self._connected()
         login = f"Authorization: {token}\r\n" if token else ""
@@ -153,7 +153,7 @@ class MemberConnection:
         return response
 
     def reply(self, path: str, body: bytes, token: str, ends: float) -> Reply:
-        """Return the reply to a request; Refused if etcd refuses it, one of FAULTS if there is no reply."""
+        """Send a request and return the reply; Refused if etcd refuses, one of FAULTS without a reply."""
         response = self.ask(path, body, token, ends)
         content, status = response.read(), response.status
         try:
@@ -194,13 +194,13 @@ class MemberConnection:
         return self._socket
 
     def _left(self) -> float:
-        """Return the seconds that are left for the reply; TimeoutError if it is late."""
+        """Return the seconds left for the reply; TimeoutError if none are left."""
         if (left := self.ends - clock.wait_time()) <= 0:
             raise TimeoutError
         return left
 
     def has_news(self) -> bool:
-        return False  # one that the member has closed is found out by the next request
+        return False  # the next request finds out that the member has closed the connection
 
     def interrupt(self) -> None:
         """End the request whose reply another thread reads."""
@@ -215,12 +215,12 @@ class MemberConnection:
 
 @dataclass(slots=True)
 class _Post:
-    """A request that is sent until a member answers it; every one may be carried out twice."""
+    """A request that is sent until a member answers; it may be carried out several times."""
 
     path: str
     body: bytes
     ends: float
-    #: Whether no sending of it is without a reply, and may still be carried out.
+    #: False if a sending had no reply, and may yet be carried out.
     is_sure: bool = True
 
 
@@ -230,16 +230,16 @@ class Gateway:
     def __init__(self, alias: str, options: EtcdOptions) -> None:
         self._alias = alias
         self._options = options
-        #: The first one is asked first.
+        #: The members in the order in which they are asked.
         self._members = options.members
         self._idle = IdleStack()
-        #: All that are open; also those in use, which a forked child must close.
+        #: All open connections, also those in use: a forked child must close them.
         self._connections: weakref.WeakSet[MemberConnection] = weakref.WeakSet()
-        # For one that is replaced, and not closed.
+        # Closes the idle connections of a gateway that is replaced without close().
         weakref.finalize(self, self._idle.close_all, MemberConnection.close).atexit = False
         self._token = ""
         self._mutex = threading.RLock()
-        #: The cluster that has answered, and the last of its revisions.
+        #: The cluster that has answered, and its highest known revision.
         self._cluster, self._revision = "", 0
         #: Called when etcd has gone back to an earlier revision; must not block.
         self.went_back: Callable[[], object] = bool
@@ -247,7 +247,7 @@ class Gateway:
         self._login = threading.RLock()
 
     def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Reply:
-        """Return the reply; LockBackendError if etcd refuses, or LockOutcomeUnknown without a reply.
+        """Send *body* and return the reply; LockBackendError if etcd refuses, LockOutcomeUnknown without a reply.
 
         *seconds*: how long to try, by default the ``io_timeout``.
         """
@@ -256,26 +256,26 @@ class Gateway:
         try:
             reply = self._ask(post)
         except LockBackendError as error:
-            # Of whatever came last, a login perhaps. Without its lease, no sending makes a key.
+            # The error may be that of a later login. LeaseGone is certain: without the lease, no sending makes a key.
             if post.is_sure or isinstance(error, LeaseGone):
                 raise
             raise LockOutcomeUnknown(*error.args) from error.__cause__
-        if path.startswith("/v3/kv/"):  # other replies may tell what a member knew before
+        if path.startswith("/v3/kv/"):  # other replies may have an old revision
             self._compare(reply, known)
         return reply._replace(is_sure=post.is_sure)
 
     def transaction(self, *success: dict[str, Any], **more: Sequence[dict[str, Any]]) -> Reply:
-        """Do the operations of *success*, all or none. *more*: ``compare``, the conditions, and else the ``failure``."""
+        """Do all operations of *success*, or none. *more*: the conditions ``compare``, and what to do otherwise, ``failure``."""
         return self.post("/v3/kv/txn", {"success": success, **more})
 
     def check(self) -> None:
-        """Raise LockBackendError if etcd has no gateway, is full, or lets us write nothing."""
+        """Raise LockBackendError if etcd has no gateway, is full, or refuses writes."""
         key = f"{self._options.namespace}/{NEVER}"
-        # The comparison is never true: this needs the right to write, and writes nothing.
+        # The comparison is never true: this needs the permission to write, but writes nothing.
         self.transaction(put(key, ""), compare=[compare(key, "LESS", 0)])
 
     def _ask(self, post: _Post) -> Reply:
-        """Ask one member after the other until one answers; again and again while they have no leader."""
+        """Ask one member after the other until one answers; repeat that while they have no leader."""
         while True:
             is_alive, problem = False, Exception()
             for left in range(len(self._members), 0, -1):
@@ -292,7 +292,7 @@ class Gateway:
             time.sleep(ELECTION)
 
     def _ask_first(self, post: _Post, seconds: float) -> Reply:
-        """Ask the first member; once more after a login if it does not know the token."""
+        """Ask the first member; if it does not know the token, log in and ask again."""
         token = "" if post.path == _AUTHENTICATE else self._login_token(post.ends)
         try:
             return self._send(post, token, seconds)
@@ -302,13 +302,13 @@ class Gateway:
         return self._send(post, self._login_token(post.ends, old=token), seconds)
 
     def _send(self, post: _Post, token: str, seconds: float) -> Reply:
-        """Send it to the first member; if there is no reply, another member becomes the first."""
+        """Send *post* to the first member; without a reply, make another member the first, and raise."""
         ends, is_only = clock.wait_time() + max(seconds, LEAST), len(self._members) == 1
         while True:
             connection = self._connection()
             was_used, until = connection.is_used, ends
             if was_used and is_only:
-                # No other member is asked if a router has silently forgotten the connection.
+                # Keep half of the time for a new connection: a router may have silently forgotten this one.
                 until -= (ends - clock.wait_time()) / 2
             try:
                 return connection.reply(post.path, post.body, token, until)
@@ -318,9 +318,9 @@ class Gateway:
                     self._pass_over(connection.endpoint)
                 raise
             except FAULTS as error:
-                # Without a connection, nothing was sent.
+                # If the connection failed before its first use, nothing was sent.
                 post.is_sure &= not connection.is_used
-                self.close()  # the idle ones are probably broken too
+                self.close()  # the idle connections are probably broken, too
                 may_be_well = is_only or not isinstance(error, TimeoutError)
                 if not (was_used and may_be_well):
                     self._pass_over(connection.endpoint)
@@ -329,7 +329,7 @@ class Gateway:
                 self._put_back(connection)
 
     def _login_token(self, ends: float, old: str = "") -> str:
-        """Return the token of a login, which all threads share; another one than the *old* one."""
+        """Return the login token that all threads share; log in again if it is still the *old* one."""
         if not self._options.user or self._token != old:
             return self._token
         if not self._login.acquire(timeout=max(0.0, ends - clock.wait_time())):
@@ -344,10 +344,10 @@ class Gateway:
             self._login.release()
 
     def _compare(self, reply: Reply, known: int) -> None:
-        """Call went_back() if etcd has gone back from the revision *known* before the request, or is another cluster."""
+        """Call went_back() if the reply's revision is below *known*, that before the request, or of another cluster."""
         with self._mutex:
             cluster, before = reply.body["header"].get("cluster_id", ""), self._cluster
-            # Of several threads, the first one has told it.
+            # Only the first of several threads calls went_back().
             has_gone_back = reply.revision < known <= self._revision or before not in {"", cluster}
             revision = reply.revision if has_gone_back else max(reply.revision, self._revision)
             self._cluster, self._revision = cluster, revision
@@ -388,13 +388,13 @@ class Gateway:
             connection.close()
 
     def _pass_over(self, endpoint: Endpoint) -> None:
-        """Ask the next member first, unless another thread has found out that already."""
+        """Make the next member the first, unless another thread has already done so."""
         with self._mutex:
             if self._members[0] == endpoint:
                 self._members = [*self._members[1:], endpoint]
 
     def close(self) -> None:
-        """Close the idle connections; those in use are closed by who uses them."""
+        """Close the idle connections; callers close those that they use."""
         self._idle.close_all(MemberConnection.close)
 
     def abandon_after_fork(self) -> None:
@@ -405,29 +405,29 @@ class Gateway:
     # Watches.
 
     def watch(self, wanted: dict[str, Any]) -> Watch:
-        """Return a watch, to be read in a thread of its own; errors as of post()."""
+        """Return a watch, to be read in a separate thread; errors as of post()."""
         token = self._login_token(clock.wait_time() + self._options.io_timeout)
         return Watch(self._made(self._members[0]), wanted, token)
 
     def failed(self, watch: Watch) -> None:
-        """Try another member, and with another token, for the next watch."""
+        """Use another member and another login token for the next watch."""
         self._pass_over(watch.connection.endpoint)
         if watch.is_refused and self._token == watch.token:
             self._token = ""
 
 
 class Watch:
-    """A request whose reply does not end: one line for each change."""
+    """A request whose reply does not end: it has one line of JSON for each change."""
 
     def __init__(self, connection: MemberConnection, wanted: dict[str, Any], token: str) -> None:
         self.connection = connection
         self.token = token
-        #: Whether it has not begun, or has broken; whether etcd refuses it.
+        #: Whether the watch has not begun, or has broken; whether etcd refuses it.
         self.has_failed = self.is_refused = False
         self._body = json.dumps({"create_request": wanted}).encode()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Give the results, until all is silent or it has failed."""
+        """Yield the results until etcd is silent for SILENCE seconds or the watch fails."""
         has_begun = False
         try:
             begins = clock.wait_time() + SHORT
@@ -441,7 +441,7 @@ class Watch:
     def _result(self, line: bytes) -> dict[str, Any]:
         known = json.loads(line)
         result: dict[str, Any] = known.get("result", {"canceled": True})
-        # Of a token that is not valid any more, etcd says no more than that.
+        # For an expired token, etcd only cancels the watch.
         if result.get("canceled") and "compact_revision" not in result:
             self.is_refused = True
             raise Broken("refused")
@@ -475,7 +475,7 @@ def below(folder: str) -> dict[str, str]:
 
 
 def kvs(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what a range in *answer* has found; the gateway leaves out what is empty."""
+    """Return the keys and values in *answer*, that of a range; the gateway leaves out empty lists."""
     found: list[dict[str, Any]] = answer.get("response_range", answer).get("kvs", [])
     return found
 
@@ -484,7 +484,7 @@ def kvs(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def put(key: str, value: str, **lease: str) -> dict[str, Any]:
-    """Return the operation that writes *key*, which goes with *lease*, if there is one."""
+    """Return the operation that writes *key*; with a *lease*, etcd deletes the key when the lease ends."""
     return {"request_put": {"key": encoded(key), "value": encoded(value), **lease}}
 
 
@@ -502,12 +502,12 @@ def nested(act: dict[str, Any], condition: dict[str, Any]) -> dict[str, Any]:
 
 
 def says(key: str, result: str, value: str) -> dict[str, Any]:
-    """Return the condition on the value of *key*, which must exist; values are compared as texts."""
+    """Return a condition on the value of *key*, which must exist; values are compared as texts."""
     return {"key": encoded(key), "target": "VALUE", "result": result, "value": encoded(value)}
 
 
 def compare(key: str, result: str, revision: int) -> dict[str, Any]:
-    """Return the condition on the revision that has made *key*, which is 0 while it does not exist."""
+    """Return a condition on the create revision of *key*, which is 0 for a key that does not exist."""
     return {
         "key": encoded(key),
         "target": "CREATE",

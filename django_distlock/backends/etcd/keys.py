@@ -1,4 +1,4 @@
-"""The verbs of the recipe on etcd: keys that go with the lease of a session, in the order of their create revisions."""
+"""The verbs of the recipe on etcd: keys of a session's lease, in the order of their create revisions."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _Json = dict[str, Any]
 class Key(Node):
     """The key of one holder or waiter; *number* is its create revision, its position in the queue.
 
-    Keys are used again: etcd keeps deleted ones until its next compaction, and would pass over all of them
-    to find the first one of a lock. So its name is that of the session, and of its *slot* there.
+    Keys are used again: etcd keeps deleted keys until its next compaction, and would pass over all of them
+    to find the first key of a lock. So a key is named after its session, and its *slot* there.
     """
 
     slot: int = 0
-    #: Its lease and its path, once the session is known.
+    #: The etcd lease and the path, once the session is known.
     lease_id: str = ""
     path: str = ""
-    #: Whether a request to make it may still be carried out, and so make it again after it was deleted.
+    #: Whether a late request may yet make the key, also after it was deleted.
     is_late: bool = False
-    #: When it was asked for first (``clock.lease_time()``).
+    #: When the key was first requested (``clock.lease_time()``).
     asked_at: float = field(default_factory=clock.lease_time)
 
     @property
@@ -65,12 +65,12 @@ class Key(Node):
         return bool(self.number or self.is_late)
 
     def leave(self, lease_id: str) -> None:
-        """Begin again at the end of the queue, with this lease of etcd: the key is gone."""
+        """Note that the key is gone: the next put() makes it at the end of the queue, with this etcd lease."""
         kind = "r" if self.request.shared else "w"
         self.path = f"{self.folder}/{kind}-{int(lease_id):x}-{self.slot}"
         self.number = 0
         self.is_granted = self.is_ending = False
-        # Last, as an exception may come between two lines: without a path, etcd would refuse to delete it.
+        # Last, as an exception may come between two lines: etcd refuses to delete a key without a path.
         self.lease_id = lease_id
 
 
@@ -85,22 +85,22 @@ class EtcdServer(Server[Key]):
         self._options = options
         self._session = session
         self.watcher = KeyWatcher(gateway, options.namespace, self._ring)
-        #: By folder and number.
+        #: The keys by folder and slot.
         self.slots: dict[tuple[str, int], Key] = {}
         self._ask = gateway.transaction
 
     def node(self, request: Request, folder: str) -> Key:
         key = Key(request, folder=folder)
-        # In one step, as a signal handler may take a lock between two.
+        # setdefault() is a single step: a signal handler may take a lock between two steps.
         key.slot = next(
             slot for slot in count() if self.slots.setdefault((folder, slot), key) is key
         )
         return key
 
     def forget(self, node: Key) -> None:
-        """Free its slot for others, unless a late request might make its key again."""
+        """Free the slot of *node*, unless a late request might make the key again."""
         slot = node.folder, node.slot
-        # Once: by its end and by its release, for one, and another key may have the slot by then.
+        # If forget() was called before, another key may have the slot now.
         if not node.is_late and self.slots.get(slot) is node:
             del self.slots[slot]
 
@@ -122,18 +122,18 @@ class EtcdServer(Server[Key]):
             self._session.forget(lease_id)
             return None
         standing = self._standing(node, reply, waits=waits)
-        # Once its number is known: an asynchronous exception may come between two lines.
+        # Only now, when the number is known: an asynchronous exception may come between two lines.
         node.is_late = was_late or not (is_made or reply.is_sure)
         if standing is None or standing.ahead:
             return standing
-        # The lock ends with the session, which may have been prolonged a while ago.
+        # The lock ends with the session, which may have been prolonged some time ago.
         latest = self._session.ends - node.request.ttl
         return Standing(start=latest if latest < began else None)
 
     def _standing(self, node: Key, reply: Reply, *, waits: bool) -> Standing | None:
-        """Return which keys *node* waits for, by *reply*; None: look again."""
+        """Return the standing of *node* by *reply*; None: look again."""
         if len(reply.body["responses"]) == 1:
-            node.number = reply.revision  # nobody was in its way
+            node.number = reply.revision  # no other key refused it
             return Standing()
         own, first, last = (kvs(each) for each in reply.body["responses"][-3:])
         refusal = _first(first) or First("")
@@ -149,7 +149,7 @@ class EtcdServer(Server[Key]):
         others = [kv for kv in last if kv["key"] != own[0]["key"]]
         ahead = [kv for kv in others if int(kv["create_revision"]) < node.number]
         if len(ahead) < len(others):
-            return None  # an earlier request has made it, and others came after it
+            return None  # an earlier request has made the key, and others came after it
         return Standing(decoded(ahead[0]["key"]) if ahead else "", refusal, reply.revision)
 
     def _look(self, node: Key) -> Steps[Any, Reply]:
@@ -157,9 +157,9 @@ class EtcdServer(Server[Key]):
         return reply
 
     def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply]:
-        """Make the key if none is in its way; else make it only if it *waits*, and read which ones are.
+        """In one transaction, make the key if no other refuses it, or if it *waits*; in that case read the others.
 
-        In one transaction. The common case reads nothing: that would cost all members time.
+        The common case reads nothing: that would cost all members time.
         """
         is_free = {**compare("", "EQUAL", 0), **_in_the_way(node)}
         while True:
@@ -195,7 +195,7 @@ class EtcdServer(Server[Key]):
     # Watching and listing.
 
     def watch(self, node: Key, standing: Standing) -> Steps[Any, Busy | None]:
-        # Its own key, too: it goes with the session, or an operator deletes it.
+        # Watch the waiter's own key, too: it ends with the session, or an operator deletes it.
         self.watcher.add(node, [standing.ahead, node.path], standing.revision)
         return standing.first.busy
         yield
@@ -225,10 +225,10 @@ class EtcdServer(Server[Key]):
     def delete(self, node: Key) -> Steps[Any, bool]:
         if not node.path:
             return False
-        # Refuses requests that may still arrive to make it again.
+        # The tombstone refuses late requests that would make the key again.
         is_refused = node.is_late and not self.is_over(node)
         refusal = [put(self._tombstone(node), "", lease=node.lease_id)] if is_refused else []
-        # By its own revision: when this arrives late, others may have this key.
+        # Compare the revision: when this request arrives late, another node may have the key.
         is_ours = compare(node.path, "EQUAL" if node.number else "GREATER", node.number)
         ask = partial(self._ask, delete(node.path), *refusal, compare=[is_ours], failure=refusal)
         try:
@@ -239,7 +239,7 @@ class EtcdServer(Server[Key]):
         return bool(reply.body.get("succeeded")) or not reply.is_sure
 
     def _tombstone(self, node: Key) -> str:
-        """Return the key that marks *node* as given up."""
+        """Return the key that marks the key of *node* as given up."""
         name = node.path.removeprefix(f"{self._options.namespace}/")
         return f"{self._options.namespace}/{REVOKED}/{name}"
 
@@ -298,25 +298,25 @@ class EtcdServer(Server[Key]):
         return False
 
 
-# What it asks for.
+# The reads.
 
 _FIRST = {"sort_order": "ASCEND", "sort_target": "CREATE"}
 _LAST = {"sort_order": "DESCEND", "sort_target": "CREATE"}
 
 
 def _own_and_others(node: Key) -> list[_Json]:
-    """Return the reads of the key itself, of the first key of its lock, and of the last keys in its way."""
+    """Return the reads of the key itself, of the first key of its lock, and of the last keys that refuse it."""
     until = {"max_create_revision": str(node.number)} if node.number else {}
     return [
         find({"key": encoded(node.path)}),
         find(below(node.folder), limit=1, **_FIRST),
-        # One of the two may be the key itself.
+        # Two, because one may be the key itself.
         find(_in_the_way(node), limit=2, keys_only=True, **_LAST, **until),
     ]
 
 
 def _in_the_way(node: Key) -> dict[str, str]:
-    """Return the range of the keys that refuse *node*: a reader is refused by writers alone."""
+    """Return the range of the keys that refuse *node*: only writers refuse a reader."""
     if not node.request.shared:
         return below(node.folder)
     return {"key": encoded(f"{node.folder}/w-"), "range_end": encoded(f"{node.folder}/w.")}
@@ -333,7 +333,7 @@ def _first(found: list[_Json]) -> First | None:
 
 
 def _folder_of(kv: _Json, namespace: str) -> str:
-    """Return the name of its lock; for a key that belongs to none, a name that no lock has."""
+    """Return the name of the lock of *kv*; for a foreign key, a name that no lock has."""
     key = decoded(kv["key"])
     is_child = key.startswith(namespace) and _child_of(kv)[:2] in {"r-", "w-"}
     return key[len(namespace) :].rpartition("/")[0] if is_child else "%"
@@ -347,11 +347,11 @@ def _owner_digest(kv: _Json) -> str:
     try:
         return str(json.loads(decoded(kv["value"]))["owner"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        return ""  # another program has written it
+        return ""  # another program has written the value
 
 
 def _holders(queue: list[_Json]) -> list[_Json]:
-    """Return the holders among the keys of a lock: the first one, or all readers before the first writer."""
+    """Return the holders among the keys of a lock: the first key, or all readers before the first writer."""
     queue = sorted(queue, key=lambda kv: int(kv["create_revision"]))
     writers = (index for index, kv in enumerate(queue) if _child_of(kv).startswith("w-"))
     first_writer = next(writers, len(queue))

@@ -56,7 +56,7 @@ class EtcdOptions:
             is_name and namespace and str(namespace).strip("/") == namespace,
             f"'namespace' must be text without '/' at its ends, like 'distlock', not {namespace!r}.",
         )
-        # In a folder that no lock has: the lock 'b' below 'a' must not have its keys in the namespace 'a/b'.
+        # "/%/" is a folder that no lock has: the lock 'b' in the namespace 'a' must not have its keys in 'a/b'.
         object.__setattr__(self, "namespace", self.namespace.replace("/", "/%/"))
         has_both = (self.user is None) is (self.password is None)
         must(has_both, "'user' and 'password' belong together.")
@@ -89,7 +89,7 @@ class EtcdOptions:
         return math.ceil(self.session_timeout)
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return what a connection speaks TLS with, made again if a file has changed; ValueError if one cannot be read."""
+        """Return the SSLContext, made again if a file has changed; ValueError if a file cannot be read."""
         files = [(name, getattr(self, name)) for name in ("ca_cert", "cert", "key")]
         changes = tuple(_changed_at(name, path) for name, path in files if path)
         password, verifies = self.key_password, self.verify_certs

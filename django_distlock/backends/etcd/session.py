@@ -1,4 +1,4 @@
-"""The session of this process: the lease of etcd that its keys go with."""
+"""The session of this process: an etcd lease, at whose end etcd deletes the keys of this process."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .gateway import (
 from .options import EtcdOptions
 from .watcher import Follower
 
-#: The folder of the keys that go with the sessions; no lock's folder has this name.
+#: The folder with one key for each session; no lock's folder has this name.
 SESSIONS = "%sessions"
 
 
 class Session:
-    """Begun by the first lock, prolonged by whatever needs it, and begun again once it has ended.
+    """The first lock begins the session, requests that need it prolong it, and after its end it begins again.
 
-    By our clock it ends a ``session_timeout`` after the start of the last request that has prolonged it.
-    A key of its own goes with it, which it watches: a leader that was paused for longer than the ``session_timeout``
-    revokes it when it wakes, however often another leader has prolonged it. *lost* is told of that, and must not block.
+    By our clock the session ends a ``session_timeout`` after the start of the last request that has prolonged it.
+    It has a key, which it watches: a leader that was paused for longer than the ``session_timeout`` revokes the
+    lease when it wakes, even if another leader has prolonged it. Then *lost* is called, which must not block.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Session:
         self._options = options
         self._gateway = gateway
         gateway.went_back = self._end_of_data
-        # Held during requests: others need the session, too.
+        # Held during requests, because other threads need the session, too.
         self._mutex = threading.RLock()
-        #: The id of its lease; empty while there is none.
+        #: The id of the etcd lease; empty while there is none.
         self.id = ""
         self._prolonged_at = 0.0
         self._tokens = f"{options.namespace}/{TOKENS}"
-        #: The difference between a fencing token and a revision of etcd; and the operation that reads it.
+        #: A fencing token minus a revision of etcd; and the operation that reads this offset.
         self.offset = 0
         self.find_offset = find({"key": encoded(self._tokens)})
 
     @property
     def ends(self) -> float:
-        """When it ends by our clock (lease time), unless it is prolonged."""
+        """When the session ends by our clock (lease time), unless it is prolonged."""
         return self._prolonged_at + self._options.session_timeout
 
     def is_over(self, lease_id: str) -> bool:
@@ -73,7 +73,7 @@ class Session:
         return not is_present or clock.lease_time() >= self.ends
 
     def ready(self) -> str:
-        """Return the id of its lease, which has most of its time left."""
+        """Begin or prolong the session if needed, and return the id of its lease, with most of its time left."""
         if not self.is_fresh(self.id):
             if not self._mutex.acquire(timeout=self._options.io_timeout):
                 raise NotSent(self._alias, "no session has begun in time")
@@ -85,13 +85,13 @@ class Session:
         return self.id
 
     def is_fresh(self, lease_id: str) -> bool:
-        """Return True if the session has this lease, and was prolonged in the last third of its time."""
+        """Return True if the session has this lease, and more than two thirds of its time are left."""
         third = self._options.session_timeout / 3
         is_same = lease_id == self.id != ""
         return is_same and clock.lease_time() < self._prolonged_at + third
 
     def prolong(self) -> bool:
-        """Return whether it still exists, and lasts for a ``session_timeout`` from now on."""
+        """Prolong the session to a ``session_timeout`` from now; return False if it has ended."""
         began, mine = clock.lease_time(), self.id
         if self.is_over(mine):
             return False
@@ -102,18 +102,18 @@ class Session:
             if not self._keep_alive(mine):
                 raise LockBackendError(self._alias, "its leader does not know the session yet")
         if self.is_over(mine):
-            # By our clock, before the answer came: its locks are lost, and their keys' names may be given to others.
+            # By our clock the session ended before the answer came: its locks are lost, and their keys may be reused.
             return False
         self._prolonged_at = max(began, self._prolonged_at)
         return True
 
     def _keep_alive(self, lease_id: str) -> bool:
-        """Return False if the leader does not know the lease: it has ended, or the leader is so new that it has not read of it."""
+        """Return False if the leader does not know the lease: it has ended, or a new leader has not read of it yet."""
         reply = self._gateway.post("/v3/lease/keepalive", {"ID": lease_id})
         return int(reply.body.get("TTL", 0)) > 0
 
     def _exists(self, lease_id: str) -> bool:
-        """Return whether it exists, as a majority knows: by a key that goes with it."""
+        """Return whether the session exists on a majority: write its key."""
         try:
             self._gateway.transaction(put(self._key(lease_id), "", lease=lease_id))
         except LeaseGone:
@@ -123,34 +123,34 @@ class Session:
     def forget(
         self, lease_id: str, reason: str = "etcd has ended the session that held it"
     ) -> None:
-        """Note that its lease does not exist any more."""
+        """Note that the lease does not exist any more, and call lost()."""
         if self.id == lease_id != "":
             self.id = ""
             self._follower.interrupt()
             self._lost(reason)
 
     def _end_of_data(self) -> None:
-        """End the session: after a restore from a snapshot, tokens that begin where they did would be lower than before."""
+        """End the session: after a restore from a snapshot, its offset would give lower tokens than before."""
         if ended := self.id:
             self.forget(ended, "etcd has gone back to earlier data, or is another cluster")
-            # It may be in that data, with the keys of its locks.
+            # The restored data may have the lease, with the keys of its locks.
             background.submit((self._alias, "etcd"), partial(self._revoke, ended, SHORT))
 
     def _begin(self) -> None:
-        # It is over by our clock: what it held must not come back.
+        # The old session is over by our clock: its locks must not come back.
         self.end(SHORT)
         began = clock.lease_time()
         granted = self._gateway.post("/v3/lease/grant", {"TTL": self._options.lease_ttl})
         lease_id = granted.body["ID"]
         self._raise_offset(granted, lease_id)
-        # A signal handler may have begun another one meanwhile; then this one is not used, and expires.
+        # A signal handler may have begun a session meanwhile; then this lease is not used, and expires.
         if not self.id:
             self._prolonged_at, self.id = began, lease_id
-            with contextlib.suppress(NoThreadError):  # then the next renewal tells
+            with contextlib.suppress(NoThreadError):  # then the next renewal notices the end
                 start_daemon(partial(self._watch, lease_id), "distlock-etcd-session")
 
     def end(self, seconds: float) -> None:
-        """End the session, which frees its locks at once; try for at most so many *seconds*."""
+        """End the session, which frees its locks at once; try for at most *seconds*."""
         ended, self.id = self.id, ""
         if ended:
             self._follower.interrupt()
@@ -164,7 +164,7 @@ class Session:
         return f"{self._options.namespace}/{SESSIONS}/{lease_id}"
 
     def _watch(self, lease_id: str) -> None:
-        """Forget the session as soon as its key is deleted; while all is silent, look every few seconds."""
+        """Forget the session as soon as its key is deleted; while the watch is silent, look every few seconds."""
         follower = self._follower = Follower(self._gateway)
         wanted = {"key": encoded(self._key(lease_id))}
 
@@ -178,22 +178,22 @@ class Session:
             follower.follow(wanted, take)
 
     def _has_key(self, wanted: dict[str, str]) -> bool:
-        """Return False if its key does not exist: it may have been deleted before the watch began."""
+        """Return False if the session's key does not exist: it may have been deleted before the watch began."""
         try:
             return bool(kvs(self._gateway.post("/v3/kv/range", wanted).body))
         except LockBackendError:
-            return True  # nobody knows
+            return True  # not known
 
     # Fencing tokens.
 
     def _raise_offset(self, granted: Reply, lease_id: str) -> None:
         """Raise the offset of tokens to the clock, unless it is higher, and make the key of the session.
 
-        So tokens begin at the clock, as on other backends, also after a while on another one. The gateway tells
-        the time in whole seconds; the rest is our clock's.
+        So tokens begin at the clock, as on other backends, also after a change of the backend. The gateway returns
+        the time in whole seconds; our clock adds the fraction.
         """
         now = min(max(time.time(), granted.server_time), granted.server_time + 1)
-        # etcd compares texts: they have the same length.
+        # etcd compares texts, so all offsets have the same length.
         wanted = f"{int(now * 1_000_000) - granted.revision:016}"
         write, own = put(self._tokens, wanted), put(self._key(lease_id), "", lease=lease_id)
         reply = self._gateway.transaction(
@@ -210,9 +210,9 @@ class Session:
         return says(self._tokens, "EQUAL", f"{offset:016}")
 
     def learn(self, found: list[dict[str, Any]], used: int) -> bool:
-        """Take the offset that etcd has; return whether another session has raised it above the *used* one.
+        """Take over the offset in etcd; return True if another session has raised it above the *used* one.
 
-        LeaseGone if it has fallen: the data of etcd is not that in which the session began.
+        LeaseGone if the offset has fallen: etcd does not have the data in which the session began.
         """
         offset = _number(found)
         if offset < used:

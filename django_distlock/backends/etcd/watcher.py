@@ -1,4 +1,4 @@
-"""One watch for all waiters of this process, in one thread, while anybody waits."""
+"""One watch for all waiters of this process, in one thread, while there are waiters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REMEMBERED = 1000
 
 
 class Follower:
-    """Follows watches, one after the other, in a thread of its caller."""
+    """Follows watches, one after the other, in the thread of its caller."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -32,7 +32,7 @@ class Follower:
         self._ended = threading.Event()
 
     def follow(self, wanted: dict[str, Any], take: Callable[[dict[str, Any]], bool]) -> None:
-        """Watch for deletions as *wanted* until silence, an error, or until *take* returns False for a result."""
+        """Watch the keys *wanted* for deletions until silence, an error, or until *take* returns False for a result."""
         try:
             self._watch = watch = self._gateway.watch({**wanted, "filters": ["NOPUT"]})
         except LockBackendError:
@@ -66,18 +66,18 @@ class KeyWatcher(Follower):
         self._range = below(namespace)
         self._ring = ring
         self._mutex = section()
-        #: All waiters; and by key those that watch it, with the revision in which each has seen it.
+        #: All waiters; and by key its waiters, each with the revision in which it has seen the key.
         self._waiters: dict[Sleeper, None] = {}
         self._waiting: dict[str, dict[Sleeper, int]] = {}
-        #: The keys that were deleted last, and in which revision.
+        #: The last deleted keys, and the revisions of their deletions.
         self._deleted: OrderedDict[str, int] = OrderedDict()
-        #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
+        #: All deletions from the revision *_since* on are in *_deleted*; the next watch begins at *_position*.
         self._since = self._position = 0
         self._is_running = False
         self._wanted_at = self._looked_at = 0.0
 
     def add(self, waiter: Sleeper, keys: Sequence[str], revision: int) -> None:
-        """Ring *waiter* when one of *keys* is deleted, which existed in this *revision*; at once if one may be gone."""
+        """Ring *waiter* when one of *keys*, which existed in *revision*, is deleted; at once if one may be gone."""
         with self._mutex:
             self.remove(waiter)
             self._wanted_at = clock.wait_time()
@@ -94,14 +94,14 @@ class KeyWatcher(Follower):
 
     def remove(self, waiter: Sleeper) -> None:
         with self._mutex:
-            # Empty ones stay until their key is deleted: this may have interrupted add() between two steps.
+            # Keep an empty dict until its key is deleted: remove() may have interrupted add() between two steps.
             for key in waiter.watched:
                 self._waiting.get(key, {}).pop(waiter, None)
             self._waiters.pop(waiter, None)
             waiter.watched = ()
 
     def close(self) -> None:
-        """End the thread; waiters look for themselves from now on."""
+        """End the thread; from now on waiters only look again after pauses."""
         self.interrupt()
         self._wake_all()
 
@@ -115,7 +115,7 @@ class KeyWatcher(Follower):
             start_daemon(self._run, "distlock-etcd")
             self._is_running = True
         except NoThreadError:
-            pass  # waiters look for themselves
+            pass  # waiters look again after pauses
 
     def _run(self) -> None:
         try:
@@ -141,7 +141,7 @@ class KeyWatcher(Follower):
     def _hear(self, result: dict[str, Any]) -> bool:
         now = clock.wait_time()
         goes_on = self._take(result) and self._is_wanted
-        # Sooner where it begins again, as after a connection that broke.
+        # Look sooner at the begin of a watch, for example after a broken connection.
         if goes_on and now - self._looked_at >= (SHORT if result.get("created") else SILENCE):
             self._look()
         return goes_on
@@ -157,22 +157,22 @@ class KeyWatcher(Follower):
                     *(find({"key": encoded(key)}, keys_only=True) for key in some)
                 )
                 for key, found in zip(some, map(kvs, reply.body["responses"]), strict=True):
-                    # One that was made again was deleted before that.
+                    # A key that was made again was deleted before that.
                     gone = int(found[0]["create_revision"]) if found else reply.revision
                     with self._mutex:
                         rung = self._told(key, gone)
                     self._ring(rung)
 
     def _take(self, result: dict[str, Any]) -> bool:
-        """Take what the watch tells; return False if it is to begin again."""
+        """Process *result* of the watch; return False if the watch must begin again."""
         if "compact_revision" in result:
-            # What was deleted meanwhile is forgotten.
+            # A compaction has removed deletions that the watch has not reported.
             self._begin_again(int(result["compact_revision"]))
             return False
         if result.get("created"):
             latest = int(result["header"]["revision"])
             if latest + 1 < self._position:
-                # Restored from a snapshot, or behind the others: it would tell nothing until it is there.
+                # The member was restored from a snapshot, or is behind: it would report nothing before *_position*.
                 self._begin_again(latest + 1)
                 return False
         deletions = (e["kv"] for e in result.get("events", ()) if e.get("type") == "DELETE")
@@ -180,30 +180,30 @@ class KeyWatcher(Follower):
         return True
 
     def _begin_again(self, revision: int) -> None:
-        """Watch all deletions from *revision* on, and wake the waiters, which look again."""
+        """Let the next watch begin at *revision*, and wake the waiters, which look again."""
         with self._mutex:
             self._since = self._position = revision
             self._deleted.clear()
         self._wake_all()
 
     def _note(self, deleted: Sequence[tuple[str, int]]) -> None:
-        """Ring the waiters for the keys *deleted*, each in its revision."""
+        """Ring the waiters for *deleted*: keys, with the revisions of their deletions."""
         with self._mutex:
-            # All of them first: the end of a session deletes the keys of a holder and of those behind it together.
+            # Note all keys first: the end of a session deletes the keys of a holder and of its waiters together.
             for key, revision in deleted:
                 self._position = revision + 1
                 self._deleted[key] = revision
-                self._deleted.move_to_end(key)  # it may have been deleted before
+                self._deleted.move_to_end(key)  # the key may have been deleted before
             rung = [each for key, revision in deleted for each in self._told(key, revision)]
             while len(self._deleted) > REMEMBERED:
-                # A look that is older than the forgotten one is taken again.
+                # Waiters whose look is older than the forgotten deletion look again.
                 self._since = self._deleted.popitem(last=False)[1] + 1
         self._ring(rung)
 
     def _told(self, key: str, revision: int) -> list[Sleeper]:
-        """Return the waiters to ring, as *key* was deleted in this *revision*."""
+        """Return the waiters to ring for *key*, which was deleted in *revision*."""
         waiting = self._waiting.get(key, {})
-        # Keys are used again: an earlier one of the same name may have been deleted before the look.
+        # Keys are used again: the deletion may be older than the waiter's look.
         told = [waiter for waiter, seen in waiting.items() if seen < revision]
         for waiter in told:
             self.remove(waiter)

@@ -1,1 +1,1 @@
-"""The recipe that ZooKeeper and etcd share: a queue of nodes on the server, each of which ends with its session."""
+"""The recipe that ZooKeeper and etcd share: a queue of nodes on the server; each node ends with its session."""

@@ -47,7 +47,7 @@ class QueueBackend(StepsBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        # A waiter for any place is not in the queue of a single one.
+        # A waiter for any place is not in the queue of a single place.
         return self._run(self._verbs.acquire(request, queued=queued and request.limit is None))
 
     # Waiting.

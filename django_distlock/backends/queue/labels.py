@@ -24,23 +24,23 @@ def quoted(key: str) -> str:
 
 
 def unquoted(name: str) -> str | None:
-    """Return the key that has this *name*; None if it is not one of ours."""
+    """Return the key that quoted() turned into *name*; None for a foreign name."""
     key = unquote(name)
     return key if quoted(key) == name else None
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest(Request):
-    """A request whose *ttl* is at most *longest*, the session timeout: a silent holder keeps the lock no longer.
+    """A request whose *ttl* is cut to *longest*, the session timeout: a silent holder keeps the lock no longer.
 
-    *wished* is the ttl before that: while the session lasts, the lock is kept for so long without a renewal.
+    *wished* is the ttl before the cut: while the session lasts, the lock is kept for so long without a renewal.
     """
 
     longest: float = LONGEST
     wished: float = 0.0
 
     def __post_init__(self) -> None:
-        # A copy by replace() has a cut ttl already, and keeps its *wished*.
+        # A copy by replace() has the cut ttl already: it keeps *wished*.
         if self.ttl != self.longest or not self.wished:
             object.__setattr__(self, "wished", self.ttl)
         object.__setattr__(self, "ttl", min(self.ttl, self.longest))
@@ -57,7 +57,7 @@ class Label:
 
     name: str
     holder: Holder | None
-    #: The difference between its fencing token and the server's own number of it.
+    #: The holder's fencing token minus the server's own number for the node.
     offset: int | None = None
 
     @classmethod
@@ -70,7 +70,7 @@ class Label:
             return cls("", None)
 
     def token(self, number: int) -> int | None:
-        """Return the fencing token of the one that has this *number* on the server, if that is known."""
+        """Return the fencing token of the node with this *number* on the server; None if it is not known."""
         return None if self.offset is None else number + self.offset
 
 

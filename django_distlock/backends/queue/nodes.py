@@ -1,4 +1,4 @@
-"""The nodes of holders and waiters of this process on a server, as far as it knows them. No I/O."""
+"""What this process knows of the nodes of its holders and waiters on a server. No I/O."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Sleeper:
     bell: Bell | None = None
     #: The paths of these nodes; empty once one of them has gone.
     watched: tuple[str, ...] = ()
-    #: Whether one has gone since the caller looked.
+    #: Whether one of them has gone since the caller looked.
     is_rung: bool = False
 
     def ring(self) -> bool:
         """Wake the caller; return False if it no longer exists."""
-        # Before the bell, because the caller looks at these right before it sleeps.
+        # Set before the bell rings, because the caller looks at these right before it sleeps.
         self.watched, self.is_rung = (), True
         return self.bell is None or self.bell.ring()
 
@@ -35,17 +35,17 @@ class Sleeper:
 class Node(Sleeper):
     """The node of one holder or waiter: kept from before the request to make it until it is certainly deleted."""
 
-    #: The path of its lock, below which it is.
+    #: The path of the lock, under which the node is made.
     folder: str
-    #: The end of its hold (``clock.lease_time()``), unless it is extended.
+    #: When the holder releases the lock (``clock.lease_time()``) unless it is extended.
     ends: float = 0.0
-    #: The fencing token is the sum of the server's own number of the node and this offset, which its label says, too.
+    #: The fencing token is the server's own number of the node plus this offset, which is also in the node's label.
     number: int = 0
     offset: int = 0
     is_granted: bool = False
-    #: Whether a request to delete it may have been carried out.
+    #: Whether a request to delete the node may have been carried out.
     is_ending: bool = False
-    #: The holder that refused it; None before the first refusal.
+    #: The holder that refused the node; None before the first refusal.
     busy: Busy | None = None
 
     @property
@@ -55,16 +55,16 @@ class Node(Sleeper):
 
 
 class First(NamedTuple):
-    """The first node in the queue of a lock; *busy* names its holder, if that was read."""
+    """The first node in the queue of a lock; *busy* names the holder, if it was read."""
 
     path: str
     busy: Busy = Busy()
 
 
 class Standing(NamedTuple):
-    """The answer to Server.put(): *ahead* is the path of the node that the new one waits for, empty if there is none.
+    """The answer to Server.put(): *ahead* is the path of the node that the new node waits for, empty if there is none.
 
-    *first* is the first node of the queue, *revision* that of the server's data. *start*: see Grant.
+    *first* is the first node of the queue, *revision* the revision of the server's data. *start*: see Grant.
     """
 
     ahead: str = ""

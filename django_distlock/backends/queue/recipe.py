@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from django_distlock.engine.bells import Bell
 
 _N = TypeVar("_N", bound=Node)
-#: How many times a node that is deleted as soon as it is made is made again.
+#: How many times a node is made again if another client deletes it at once.
 ROUNDS = 5
 #: Seconds before nodes that could not be deleted are tried again.
 RETRY = 1.0
@@ -37,36 +37,37 @@ RETRY = 1.0
 class Server(ABC, Generic[_N]):
     """A server that keeps nodes in the order in which they were made, each until its session ends.
 
-    The verbs are steps that may be carried out twice. They raise LockBackendError, or errors that the backend translates.
+    The verbs are steps that may be carried out twice. They raise LockBackendError, or errors that the backend
+    translates.
     """
 
-    #: Rings waiters; the recipe sets it.
+    #: Recipe.ring(), which the recipe sets.
     ring: Callable[[Sequence[Sleeper]], None]
 
     def __init__(self, root: str) -> None:
-        #: Returns the path of a lock below *root*; the paths of its nodes are below that.
+        #: Returns the path of a lock under *root*; the paths of its nodes are under that path.
         self.folder = lru_cache(KEYS)(lambda key: f"{root}/{quoted(key)}")
 
     @abstractmethod
     def node(self, request: Request, folder: str) -> _N:
-        """Return a node that is yet to be made."""
+        """Return a Node for *request*, which does not exist on the server yet."""
 
     @abstractmethod
     def put(self, node: _N, *, waits: bool) -> Steps[Any, Standing | None]:
-        """Make *node* unless it exists, and return its standing; without *waits*, leave no node that another one refuses.
+        """Make *node* unless it exists, and return its standing; without *waits*, a refused node is not kept.
 
-        None: it was deleted meanwhile, or its session has ended. Begins a session if there is none.
+        None: the node was deleted meanwhile, or its session has ended. put() begins a session if there is none.
         """
 
     @abstractmethod
     def watch(self, node: _N, standing: Standing) -> Steps[Any, Busy | None]:
-        """Ring *node* once the node ahead of it has gone; return the holder, None if that one has gone already."""
+        """Ring *node* once the node ahead of it has gone; return the holder; None if that node has gone already."""
 
     @abstractmethod
     def firsts(
         self, folders: Sequence[str], waiter: Sleeper | None = None
     ) -> Steps[Any, list[First | None]]:
-        """Return the first node in each of *folders*, and ring *waiter* once one of them has gone."""
+        """Return the first node in each of *folders*, and ring *waiter* once one of these nodes has gone."""
 
     @abstractmethod
     def delete(self, node: _N) -> Steps[Any, bool]:
@@ -78,10 +79,10 @@ class Server(ABC, Generic[_N]):
 
     @abstractmethod
     def is_over(self, node: _N) -> bool:
-        """Return True if its session has ended."""
+        """Return True if the session of *node* has ended."""
 
     def unwatch(self, waiter: Sleeper) -> None:
-        """Ring *waiter* no more. No I/O."""
+        """Stop ringing *waiter*. No I/O."""
         waiter.watched = ()
 
     def forget(self, node: _N) -> None:
@@ -98,7 +99,7 @@ class Recipe(Generic[_N]):
         carry_out: Callable[[Steps[Any, Any]], Any],
         after: Callable[[Request, Callable[[], None]], None],
     ) -> None:
-        """*carry_out* runs steps to their end; *after* runs a job when no try of a request is under way."""
+        """*carry_out* runs steps to their end; *after* runs a job once no try of the request is under way."""
         self._alias = alias
         self._server = server
         server.ring = self.ring
@@ -110,13 +111,13 @@ class Recipe(Generic[_N]):
         self.released = Recent()
         self.doomed: dict[_N, None] = {}
         self._retry = Alarm(self.bury_soon)
-        #: Rings at the end of the first ttl that is not extended: the server does not know of ttls.
+        #: Runs _drop_ended() when the first ttl ends: the server does not know the ttls.
         self._alarm = Alarm(self._drop_ended)
 
     # Acquiring.
 
     def acquire(self, request: Request, *, queued: bool) -> Steps[Any, Grant | Busy]:
-        """Make a node: the lock is ours once no node is ahead of it. Without *queued*, a refused one is not kept."""
+        """Make a node: the lock is ours once no node is ahead of it. Without *queued*, a refused node is not kept."""
         node = self._node_of(request)
         for _ in range(ROUNDS):
             node.is_rung = False
@@ -142,7 +143,7 @@ class Recipe(Generic[_N]):
             if node is not None:
                 self.drop(node)
             node = self.nodes[request.owner] = self._server.node(request, folder)
-        # Before it is granted, as a node without an end would count as ended.
+        # Set before the grant, because _drop_ended() drops a granted node with ends 0.
         node.ends = max(node.ends, clock.lease_time() + wished_ttl(request))
         return node
 
@@ -163,7 +164,7 @@ class Recipe(Generic[_N]):
     # Waiting.
 
     def enqueue(self, request: Request, bell: Bell) -> Steps[Any, None]:
-        """Ring *bell* once the first node of any place of *request* has gone, which may be its holder's."""
+        """Ring *bell* once the first node of any place of *request* has gone: the place may be free."""
         self.forget_bell(request)
         self.lookouts[request.owner] = waiter = Sleeper(request, bell=bell)
         folders = [self._server.folder(each.key) for each in request.holdings]
@@ -177,7 +178,7 @@ class Recipe(Generic[_N]):
             yield from self._delete(node)
 
     def may_sleep(self, request: Request, bell: Bell) -> bool:
-        """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
+        """Arrange that *bell* rings when the waiter should try again; return False if the waiter should try now."""
         waiter = self.lookouts.get(request.owner) or self.nodes.get(request.owner)
         if waiter is None:
             return True
@@ -191,7 +192,7 @@ class Recipe(Generic[_N]):
             node.bell = None
 
     def ring(self, waiters: Sequence[Sleeper]) -> None:
-        """Ring *waiters*; delete the node of one whose event loop has ended. Does not block."""
+        """Ring *waiters*; delete the nodes of those whose event loop has ended. Does not block."""
         for waiter in waiters:
             if not waiter.ring():
                 self.drop_later(waiter.request)
@@ -210,7 +211,7 @@ class Recipe(Generic[_N]):
         """Delete *node*; return whether that has released the lock."""
         was_ending, node.is_ending = node.is_ending, True
         is_deleted = yield from self._server.delete(node)
-        # Otherwise another client has deleted it.
+        # If neither is true, another client has deleted the node.
         was_held = node.is_granted and (is_deleted or was_ending)
         self._forget(node, is_released=was_held)
         return was_held
@@ -227,7 +228,7 @@ class Recipe(Generic[_N]):
         # First, because is_session_over() may be called before the lease knows that it is released.
         if is_released:
             self.released.add(owner)
-        elif self.nodes.get(owner) is node:  # it may have released an earlier one
+        elif self.nodes.get(owner) is node:  # the owner may have released an earlier node
             self.released.pop(owner, None)
         if self.nodes.get(owner) is node:
             self.nodes.pop(owner, None)
@@ -235,7 +236,7 @@ class Recipe(Generic[_N]):
     # Deleting in the background.
 
     def drop_later(self, request: Request, *, if_waiting: bool = False) -> None:
-        """Delete its node in the background, unless it holds the lock and should be kept *if_waiting*."""
+        """Delete the node of *request* in the background; with *if_waiting*, only if it does not hold the lock."""
 
         def drop() -> None:
             self.forget_bell(request)
@@ -246,7 +247,7 @@ class Recipe(Generic[_N]):
         self._after(request, drop)
 
     def drop(self, node: _N) -> None:
-        """Delete *node* in the background: try until it works or its session has ended."""
+        """Delete *node* in the background: try until it works or the node's session has ended."""
         self.doomed[node] = None
         self._remove(node)
         node.is_granted = False
@@ -265,7 +266,7 @@ class Recipe(Generic[_N]):
             try:
                 self._carry_out(self._delete(node))
             except LockBackendError:
-                # Behind the others: it may be the only one that the server refuses to delete.
+                # Move the node behind the others: the server may refuse to delete just this one.
                 self.doomed.pop(node, None)
                 self.doomed[node] = None
                 self._retry.at(clock.lease_time() + RETRY)

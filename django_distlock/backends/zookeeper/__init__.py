@@ -1,4 +1,4 @@
-"""ZooKeeper: exclusive and shared locks, first come, first served, which end with the session of their holder."""
+"""ZooKeeper: exclusive and shared locks, first come, first served, that end with the session of their holder."""
 
 from .backend import ZooKeeperBackend
 

@@ -45,7 +45,7 @@ BATCH = 500
 
 
 class ZooKeeperBackend(QueueBackend):
-    """First come, first served, with readers and writers; a lock ends with the session of its holder."""
+    """Locks in ZooKeeper, first come, first served, with readers and writers; a lock ends with its holder's session."""
 
     options_class = ZooKeeperOptions
     options: ZooKeeperOptions
@@ -81,8 +81,8 @@ class ZooKeeperBackend(QueueBackend):
     def _acquiring(
         self, request: Request, left: float | None, *, queued: bool
     ) -> tuple[Steps[Grant | Busy], float, float]:
-        """Return the steps of a try, and the times when it gives up: if the ensemble is silent, and if it answers other requests."""
-        # A waiter for any place is not in the queue of a single one.
+        """Return the steps of a try, and when it gives up: if the ensemble is silent, and if it answers other requests."""
+        # A waiter for any place is not in the queue of a single place.
         queued = queued and request.limit is None
         ends, last = self._limits(request, left if queued else 0.0)
         return _again(partial(self._verbs.acquire, request, queued=queued), ends), ends, last
@@ -142,7 +142,7 @@ class ZooKeeperBackend(QueueBackend):
         self._session_lost("its session was closed")
 
     def close_at_exit(self, seconds: float) -> None:
-        """End the session: otherwise nodes that were not deleted in time would last until its timeout."""
+        """End the session: otherwise nodes that could not be deleted would last until the session's timeout."""
         self._session.close_at_exit(seconds)
 
     def abandon_after_fork(self) -> None:
@@ -152,15 +152,15 @@ class ZooKeeperBackend(QueueBackend):
     # Running steps.
 
     def _soon(self) -> tuple[float, float]:
-        """Return the times when a request sent now fails: if the ensemble is silent, and if it answers others."""
+        """Return when a request sent now fails: if the ensemble is silent, and if it answers other requests."""
         now = clock.wait_time()
         return now + self.options.io_timeout, now + self.options.session_timeout
 
     def _limits(self, request: Request, left: float | None) -> tuple[float, float]:
         """Return when a caller with *left* seconds gives up; see _acquiring().
 
-        A waiter waits for silent servers too, as another server may take over the session. One that was answered
-        before, and is in the queue, waits longest: the ensemble may be without a quorum for long.
+        A waiter waits for silent servers, too, as another server may take over the session. A waiter with a node in
+        the queue waits longest: the ensemble may be without a quorum for long.
         """
         node = self._verbs.nodes.get(request.owner)
         longest = LONGEST if node and node.busy else self.options.session_timeout
@@ -193,7 +193,7 @@ class ZooKeeperBackend(QueueBackend):
         if isinstance(error, BROKEN):
             if not self._session.is_refused:
                 return LockOutcomeUnknown(self.alias, f"the connection broke: {kind}")
-            # Credentials are refused after a session has begun, which breaks off the requests sent until then.
+            # The ensemble refuses credentials after the session has begun, and breaks off the requests sent until then.
             kind = AuthFailedError.__name__
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
@@ -204,7 +204,7 @@ class ZooKeeperBackend(QueueBackend):
         self._verbs.bury_soon()
         self._server.ring_all()  # kazoo has dropped all watches
         if self._verbs.granted():
-            # Through the clock thread, to run after its pending reports on the session before.
+            # Through the clock thread, so that this runs after its pending jobs for the last session.
             confirm = partial(background.submit, self.alias, self._confirm)
             background.at(clock.lease_time(), confirm)
 
@@ -216,7 +216,7 @@ class ZooKeeperBackend(QueueBackend):
         background.at(clock.lease_time(), endanger)
 
     def _confirm(self) -> None:
-        """Release the locks whose leases have ended by our own clock meanwhile, and confirm the others."""
+        """Release the locks whose leases have ended by our clock meanwhile, and confirm the other leases."""
         owners = {lease.request.owner for lease in registry.leases() if lease.backend is self}
         for node in self._verbs.granted():
             if node.request.owner not in owners:
@@ -230,7 +230,7 @@ class ZooKeeperBackend(QueueBackend):
         for (lease, request), is_kept in zip(asked, kept, strict=True):
             if is_kept:
                 lease.confirm(start, request.ttl)
-            elif lease.is_entered:  # otherwise it is being released right now
+            elif lease.is_entered:  # False while the lease is being released
                 lease.end(State.LOST, "its node is gone")
 
 
@@ -245,5 +245,5 @@ def _again(steps: Callable[[], Steps[_T]], ends: float) -> Steps[_T]:
 
 
 def _renewal(lease: Holding) -> Request | None:
-    """Return the request that confirms *lease*; it does not prolong a lease that is not renewed."""
+    """Return the request that confirms *lease*; the request of a lease without renewal does not prolong it."""
     return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)

@@ -19,7 +19,7 @@ def prefix(request: Request, attempt: str) -> str:
 
 
 class Child(NamedTuple):
-    """The node of one holder or waiter, as its name tells."""
+    """The node of one holder or waiter, read from its name."""
 
     name: str
     owner_digest: str
@@ -48,7 +48,7 @@ class Children:
         return self.all[: next(writers, len(self.all))]
 
     def before(self, name: str) -> Child | None:
-        """Return the child that *name* waits for: the one before it, or for a reader the last writer before it."""
+        """Return the child that *name* waits for: the child before it, or for a reader, the last writer before it."""
         names = [child.name for child in self.all]
         index = names.index(name)
         ahead = reversed(self.all[:index])

@@ -1,4 +1,4 @@
-"""The session of this process with the ensemble: started at the first request, and again after it is lost."""
+"""The session of this process with the ensemble: begun at the first request, and again after a loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Steps: TypeAlias = "steps.Steps[Sequence[Ask], _T]"
 _RETRY = {"max_tries": -1, "delay": 0.05, "max_delay": 1.0}
 #: Seconds to wait for the end of a session.
 _CLOSE_WITHIN = 2.0
-#: Seconds after which unsent requests are handed over again, as their client may have ended.
+#: Seconds after which unsent requests are handed over again, because their client may have ended.
 _SLICE = 1.0
 _OVER = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 
@@ -63,7 +63,7 @@ def _outcome(result: Any) -> Any:
     error = result.exception or Silence()
     if isinstance(error, (Silence, KazooException)):
         return error
-    # It has ended kazoo's thread, and so the session: a reply that was out of order, as after a session has moved.
+    # An unexpected error, such as a reply out of order after the session moved, ends kazoo's thread and the session.
     lost = ConnectionLoss(str(error))
     lost.__cause__ = error
     return lost
@@ -83,7 +83,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
 
     @property
     def running(self) -> bool:
-        """Return False, so that kazoo calls back in the thread that reads the reply, and not in another one."""
+        """Return False, so that kazoo calls back in the thread that reads the reply, not in another thread."""
         return False
 
     def dispatch_callback(self, callback: Any) -> None:
@@ -93,9 +93,9 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
     def select(
         self, reads: Sequence[Any], writes: Sequence[Any], _: Sequence[Any], timeout: float
     ) -> Any:
-        """Wait like select.select(). Kazoo calls it six times for each request; its own makes a selector each time.
+        """Wait like select.select(). Kazoo calls this six times for each request; its own method makes a selector each time.
 
-        A TLS socket that has read a record with several replies is ready, which poll() does not know.
+        poll() does not know that a TLS socket is ready after it has read a record with several replies.
         """
         if buffered := [each for each in reads if hasattr(each, "pending") and each.pending()]:
             return buffered, [], []
@@ -118,20 +118,20 @@ class _Queue(deque[Any]):
 
     def append(self, item: Any) -> None:
         if isinstance(item[0], (Exists, Sync)):
-            self.insert(1, item)  # the first one may be on its way already
+            self.insert(1, item)  # not in front of the first request, which may be on its way
         else:
             super().append(item)
 
 
 class _Client(KazooClient):  # type: ignore[misc]  # kazoo has no types
     def _reset(self) -> None:
-        """Begin with nothing to send, as kazoo does for each session."""
+        """Begin with an empty queue, as kazoo does for each session."""
         super()._reset()
         self._queue = _Queue()
 
 
 class Exchange:
-    """Requests that are sent back to back, and their outcomes; *end* is called when all are answered."""
+    """Requests that are sent back to back, and their outcomes; *end* is called when all have answers."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Exchange:
             result.rawlink(self._note)
 
     def give_up(self) -> None:
-        """Send no request from now on. Requests that were sent have been noted by now, where that is needed."""
+        """Send no request from now on; wait for begin(), so that the requests sent by then have been noted."""
         with self._mutex:
             self._is_begun = True
 
@@ -205,7 +205,7 @@ class EnsembleSession:
         self._mutex = threading.RLock()
         self._client: Any = None
         self._ready: Any = None
-        #: The reason why the session cannot be used; empty if it can.
+        #: Why the session cannot be used; empty if it can.
         self.problem = ""
         #: Whether the last client ended because its credentials were refused.
         self.is_refused = False
@@ -220,7 +220,7 @@ class EnsembleSession:
     def client(self) -> Any:
         """The client, if it is connected and its session is known; else None."""
         client = self._client
-        # It reports that it is connected before it calls _changed().
+        # kazoo sets *connected* before it calls _changed().
         is_known = client is not None and client.connected and self.id is not None
         return client if is_known else None
 
@@ -229,7 +229,7 @@ class EnsembleSession:
     def ask(self, asks: Sequence[Ask], ends: float, last: float = 0.0) -> list[Any]:
         """Send requests back to back; return their outcomes by *ends* (wait time). Errors are returned, not raised.
 
-        The ensemble answers in order: while it answers other requests, this waits until *last*.
+        The ensemble answers in order: while it answers other requests, ask() waits until *last*.
         """
         bell = ThreadBell()
         exchange = Exchange(asks, bell.ring, self._note_heard)
@@ -262,14 +262,14 @@ class EnsembleSession:
     def hand_over(self, job: Callable[[], None]) -> None:
         """Run *job*, which sends requests, in another thread.
 
-        An asynchronous exception inside kazoo, which catches everything, would be lost, or leave kazoo locked.
+        Kazoo catches everything: an asynchronous exception inside it would be lost, or leave it locked.
         """
         if (client := self._client) is not None:
             client.handler.completion_queue.put(job)
             return
         try:
             _thread.start_new_thread(job, ())
-        except RuntimeError:  # there are no new threads while the interpreter ends
+        except RuntimeError:  # no new thread can start while the interpreter ends
             job()
 
     def ready(self) -> Any:
@@ -288,7 +288,7 @@ class EnsembleSession:
     # Starting and ending.
 
     def close(self, error: Exception | None = None, seconds: float = _CLOSE_WITHIN) -> None:
-        """End the session, which frees its locks at once; wait at most so many *seconds*."""
+        """End the session, which frees its locks at once; wait at most *seconds*."""
         with self._mutex:
             client, ready = self._client, self._ready
             self._client = self._ready = self.id = None
@@ -298,15 +298,15 @@ class EnsembleSession:
             _end(client, seconds)
 
     def close_at_exit(self, seconds: float) -> None:
-        """Close the session at the exit of the process; wait at most so many *seconds* for the answer."""
+        """Close the session at the exit of the process; wait at most *seconds* for the answer."""
         client, self._client = self.client, None
         if client is not None:
-            # Kazoo's stop() waits for ten seconds or more, and no new thread that could wait can start now.
+            # Kazoo's stop() takes ten seconds or more, and at the exit no new thread can start to call it.
             client._stopped.set()  # noqa: SLF001 - as stop() does
             client._queue.append((Close(), None))  # noqa: SLF001 - as above
             client._connection._write_sock.send(b"\0")  # noqa: SLF001 - as above
             if client._connection.connection_stopped.wait(seconds):  # noqa: SLF001 - as above
-                client._connection.close()  # noqa: SLF001 - closes the sockets that wake its thread
+                client._connection.close()  # noqa: SLF001 - closes the sockets that wake kazoo's thread
 
     def give_up(self) -> None:
         """Close the client if it has ended by itself, so that the next request starts a new one."""
@@ -314,7 +314,7 @@ class EnsembleSession:
             self.close()
 
     def abandon(self) -> None:
-        """Leave the client to the parent, in a forked child: close the copied sockets, but not the session."""
+        """In a forked child, leave the client to the parent: close the copied sockets, but not the session."""
         client = self._client
         self._forget()
         if client is not None:
@@ -329,7 +329,7 @@ class EnsembleSession:
         client = _Client(handler=_Handler(), connection_retry=dict(_RETRY), **arguments)
         client.add_listener(partial(self._changed, client))
         self._watch_connects(client)
-        # First, because it may be connected before start_async() returns, and _changed() ignores other clients.
+        # Before start_async(), as the client may connect before that returns, and _changed() ignores other clients.
         self._client, self.is_refused = client, False
         try:
             client.start_async()
@@ -343,8 +343,8 @@ class EnsembleSession:
     def _watch_connects(self, client: Any) -> None:
         """Check at each connect the session timeout that the ensemble grants, which kazoo does not report.
 
-        Once the session must be over, ask for nothing that was seen in it: servers that were restored from a
-        backup do not have that, and would refuse this client for ever.
+        Once the session must be over, connect without its last transaction: servers that were restored from a
+        backup do not have that transaction, and would refuse this client for ever.
         """
         connection, asked = client._connection, self._options.session_timeout  # noqa: SLF001 - there is no other way
         invoke = connection._invoke  # noqa: SLF001 - as above
@@ -383,20 +383,20 @@ class EnsembleSession:
                 "refused its credentials" if self.is_refused else "ended the session that held it"
             )
             if client.client_state in _OVER:
-                # It does not connect again; the next request starts a new client.
+                # This client does not connect again; the next request starts a new one.
                 self.close(AuthFailedError("refused"), seconds=0)
             self._lost(f"the ensemble {reason}")
 
 
 def _end(client: Any, seconds: float) -> None:
-    """End the client's session and threads; wait at most so many *seconds*."""
+    """End the client's session and threads; wait at most *seconds*."""
 
     def stop() -> None:
         with contextlib.suppress(KazooException, OSError):
             client.stop()
             client.close()
 
-    # Kazoo waits for its threads, one of which may be in the middle of a connect.
+    # In a separate thread, as kazoo waits for its threads, one of which may be in the middle of a connect.
     closing = threading.Thread(target=stop, name="distlock-close", daemon=True)
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and the session with it
         closing.start()

@@ -38,17 +38,17 @@ BROKEN = (*UNSURE, SessionExpiredError)
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ZooKeeperNode(Node):
-    """The ephemeral node of one holder or waiter; *number* is its czxid, that of the transaction that made it."""
+    """The ephemeral node of one holder or waiter; *number* is the czxid, the number of the transaction that made it."""
 
     #: The id of this attempt: nodes of earlier attempts of the same owner may still exist.
     attempt: str = field(default_factory=partial(secrets.token_hex, 4))
-    #: Its name, and the session with which it ends, once they are known.
+    #: The node's name, and the session with which it ends, once they are known.
     name: str = ""
     session_id: int | None = None
-    #: How often the offset of tokens had changed when its own was read; and whether it had not when it was made.
+    #: Tokens.changes when the offset was read; and whether that offset was still valid when the node was made.
     offset_changes: int = 0
     has_token: bool = False
-    #: The request that makes it, until its reply; whether its reply was lost.
+    #: The request that makes the node, until its reply; whether the reply was lost.
     creating: Any = None
     is_unsure: bool = False
 
@@ -79,9 +79,9 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         self._options = options
         self._session = session
         self.tokens = Tokens(options.root, session, self._make_folder)
-        #: All that watch nodes.
+        #: All waiters that watch nodes.
         self._waiters: dict[Sleeper, None] = {}
-        #: The folders in which somebody was in the way of the last try that did not wait.
+        #: The folders in which the last try that did not wait was refused.
         self._crowded = Recent()
 
     def node(self, request: Request, folder: str) -> ZooKeeperNode:
@@ -91,7 +91,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return bool(node.name) and node.session_id != self._session.id
 
     def connected(self) -> Steps[Any]:
-        """Return the client when it is connected; LockBackendError if it is not in time."""
+        """Return the client when it is connected; LockBackendError if that takes too long."""
         if (client := self._session.client) is None:
             [client] = yield [self._session.ready]
             if isinstance(client, Exception):
@@ -126,7 +126,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return Standing(f"{node.folder}/{ahead.name}", first)
 
     def _connected_for(self, node: ZooKeeperNode) -> Steps[Any]:
-        """Return the client; LockOutcomeUnknown if it is not connected and may have made *node*."""
+        """Return the client; LockOutcomeUnknown if it is not connected and *node* may exist."""
         try:
             return (yield from self.connected())
         except LockBackendError as error:
@@ -135,7 +135,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
             raise
 
     def _stand(self, client: Any, node: ZooKeeperNode) -> Steps[Children | None]:
-        """Make *node* unless it exists; return the nodes of its lock, None if another client has deleted it."""
+        """Make *node* unless it exists; return the nodes of the lock, None if another client has deleted *node*."""
         if node.name:
             [listed] = yield [partial(client.get_children_async, node.folder)]
         else:
@@ -147,7 +147,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return children if (yield from self._has_token(client, node)) else None
 
     def _withdraw(self, client: Any, node: ZooKeeperNode, first: First) -> Steps[First]:
-        """Delete *node*, which was refused and does not wait; return *first* with its holder."""
+        """Delete *node*, which was refused and does not wait; return *first* with the holder's name."""
         self._crowded.add(node.folder)
         deleted, found = yield [
             partial(client.delete_async, node.path),
@@ -158,9 +158,9 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return First(first.path, _busy(found))
 
     def _first_in_the_way(self, node: ZooKeeperNode) -> Steps[First | None]:
-        """Return the first node of the lock for a single try, if another single try was refused there.
+        """Return the first node of the lock, if the last single try was refused there; else None.
 
-        Otherwise the nodes of many such tries, which are deleted at once, would refuse one another a free lock.
+        Without this look, the short-lived nodes of many single tries would refuse one another a free lock.
         """
         if node.folder not in self._crowded or node.request.shared:
             return None
@@ -168,7 +168,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return first
 
     def _create(self, client: Any, node: ZooKeeperNode) -> Steps[Any]:
-        """Make the node, and list its folder; return the outcome of the list: a NoNodeError if there is no folder."""
+        """Make the node, and list its folder; return the outcome of the list, NoNodeError if there was no folder."""
         _, node.offset_changes, node.offset = yield from self.tokens.present(client)
         created, listed = yield [
             partial(self._begin_to_create, client, node),
@@ -199,7 +199,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
             path, stat = result.value
             node.name = path.rpartition("/")[2]
             node.session_id, node.number = stat.ephemeralOwner, stat.czxid
-            # The watch of the offset is told of each change before a reply to what was asked after it.
+            # The watch reports each change of the offset before the replies to later requests.
             node.has_token = node.offset_changes == self.tokens.changes
         else:
             node.is_unsure = isinstance(result.exception, UNSURE)
@@ -207,7 +207,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         node.creating = None
 
     def _know(self, client: Any, node: ZooKeeperNode) -> Steps[None]:
-        """Find out the outcome of a create whose reply was late or lost; a node of another session does not count."""
+        """Find out the outcome of a create whose reply is late or lost; a node of another session does not count."""
         if (creating := node.creating) is not None:
             [outcome] = yield [lambda: creating]
             if isinstance(outcome, Silence):
@@ -228,7 +228,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         node.leave()
 
     def _has_token(self, client: Any, node: ZooKeeperNode) -> Steps[bool]:
-        """Return True if the token of *node* is known; otherwise delete it, as tokens might not rise."""
+        """Return True if the token of *node* is known; otherwise delete the node, as its token might be too low."""
         if not node.has_token:
             node.has_token = yield from self.tokens.confirms(client, node.offset, node.number)
         if not node.has_token:
@@ -264,7 +264,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         return _busy(outcomes[-1])
 
     def _watching(self, client: Any, waiter: Sleeper, paths: Sequence[str]) -> list[Ask]:
-        # Before the requests, because a watch may fire at once.
+        # Noted before the requests, because a watch may fire at once.
         waiter.watched = tuple(paths)
         self._waiters[waiter] = None
         return [partial(client.get_async, path, self.changed) for path in paths]
@@ -274,8 +274,8 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         self._waiters.pop(waiter, None)
 
     def changed(self, event: Any) -> None:
-        """Ring the waiters of the node in *event*. Kazoo calls this once for each node, however many watch it."""
-        # The path is None if the connection was lost: kazoo has then dropped all watches.
+        """Ring the waiters of the node in *event*. Kazoo calls this once for each node, for all its watchers."""
+        # The path is None after a lost connection, when kazoo has dropped all watches.
         self.ring_all(event.path)
 
     def ring_all(self, path: str | None = None) -> None:
@@ -289,7 +289,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         self, folders: Sequence[str], waiter: Sleeper | None = None
     ) -> Steps[list[First | None]]:
         client = yield from self.connected()
-        # After this server has caught up with the leader.
+        # sync: this server must catch up with the leader first.
         _, *listings = yield [
             partial(client.sync_async, self._options.root),
             *(partial(client.get_children_async, folder) for folder in folders),
@@ -300,7 +300,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
             if children := Children(names).all:
                 paths[folder] = f"{folder}/{children[0].name}"
         if len(paths) < len(folders) > 1:
-            # Nobody asks who has the others.
+            # A place is free, so the holders of the other places need not be read.
             return [First(paths[each]) if each in paths else None for each in folders]
         if waiter is None:
             asks: list[Ask] = [partial(client.get_async, path) for path in paths.values()]
@@ -338,8 +338,8 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
 
     def kept(self, nodes: Sequence[ZooKeeperNode]) -> Steps[set[ZooKeeperNode]]:
         client = yield from self.connected()
-        # Servers that the others have left, also a leader that was paused, answer for a while, when the session may be
-        # over already. A write needs a majority, and so does its refusal.
+        # A server that has lost the others, also a leader that was paused, answers reads for a while, when the session
+        # may be over already. A write needs a majority, and so does its refusal.
         [written] = yield [partial(client.set_async, self._options.root, b"")]
         if isinstance(written, (Silence, *BROKEN)):
             raise written

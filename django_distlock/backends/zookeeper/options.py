@@ -69,7 +69,7 @@ class ZooKeeperOptions:
             # kazoo logs them.
             "auth_data": [(scheme, Secret(credential)) for scheme, credential in self.auth],
             "default_acl": list(_ACLS[self.acl] if isinstance(self.acl, str) else self.acl),
-            # kazoo writes into it.
+            # A copy, because kazoo writes into it.
             "sasl_options": None if self.sasl is None else dict(self.sasl),
             **({"use_ssl": True, **tls} if self.tls else {}),
         }
@@ -85,7 +85,7 @@ class ZooKeeperOptions:
             raise ValueError(msg) from error
 
     def _check_files(self) -> None:
-        """Read the files here: to kazoo, a wrong one is a server that does not answer."""
+        """Read the files now: kazoo would report a wrong file as a server that does not answer."""
         for name in ("ca", "certfile", "keyfile"):
             if (file := getattr(self, name)) is not None:
                 try:

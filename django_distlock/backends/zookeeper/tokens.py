@@ -1,4 +1,4 @@
-"""The offset between the numbers of ZooKeeper and fencing tokens, which begin at the clock as on other backends."""
+"""The offset between ZooKeeper's numbers and fencing tokens, which begin at the clock, as on other backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Offset(NamedTuple):
-    """The difference between a czxid and a token, as a session has read it after so many *changes* of it."""
+    """A token minus a czxid, as *session_id* has read it after so many *changes*."""
 
     session_id: int | None
     changes: int
@@ -24,7 +24,7 @@ class Offset(NamedTuple):
 
 
 class Tokens:
-    """The node that has the offset, which each session raises to the clock first."""
+    """The node with the offset, which each session first raises to the clock."""
 
     def __init__(
         self, root: str, session: EnsembleSession, make_folder: Callable[[Any, str], Steps[None]]
@@ -65,8 +65,8 @@ class Tokens:
         return int(data) == offset and stat.mzxid < czxid
 
     def _raise(self, client: Any) -> Steps[None]:
-        """Raise the offset to the clock of the ensemble, unless it is higher, or was raised since this session began."""
-        # A write returns the time and its own number.
+        """Raise the offset to the ensemble's clock, unless it is higher, or was raised since this session began."""
+        # A write returns the ensemble's time and the number of the transaction.
         asks = [
             partial(client.set_async, self._root, b""),
             partial(client.get_async, self.path),
