@@ -48,7 +48,7 @@ from django_distlock.signals import lock_forced
 
 logger = logging.getLogger("django_distlock")
 
-#: By alias: the locks in the memory of this process, kept here so that a change of settings does not drop held ones.
+#: By alias: locks in the memory of this process, kept here so that a change of settings does not drop held locks.
 memory: dict[str, Any] = {}
 #: How many free locks an alias lists: a table may have a row for each of a million names.
 MOST_FREE = 1000
@@ -60,14 +60,14 @@ _T = TypeVar("_T")
 class BaseLockBackend(ABC):
     """One alias of DISTLOCK in this process, shared by all its threads and tasks.
 
-    A backend implements the verbs. Each is one round trip, does not wait for a busy lock, and raises
-    LockBackendError (LockOutcomeUnknown if the request may have arrived). Verbs that begin with *a* are
-    for asyncio; here they run the others in threads.
+    A backend implements the verbs. Each verb is one round trip, does not wait for a busy lock, and raises
+    LockBackendError (LockOutcomeUnknown if the request may have arrived). The verbs with an *a* in front are
+    for asyncio; this class runs the other verbs in threads for them.
     """
 
-    #: The class of its OPTIONS: a frozen dataclass with one field for each option.
+    #: The class of the OPTIONS: a frozen dataclass with one field for each option.
     options_class: ClassVar[type] = NoOptions
-    #: Its features; in some backends they depend on the server or the OPTIONS.
+    #: The features; in some backends they depend on the server or the OPTIONS.
     supports_fencing: bool = False
     supports_shared: bool = False
     supports_fair: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class BaseLockBackend(ABC):
     supports_purge: bool = False
     supports_detach: bool = False
     supports_min_hold: bool = False
-    #: What to do to have a feature that it does not support, if there is something.
+    #: Which settings would give the backend a feature that it lacks; empty if none would.
     instead: str = ""
     #: Whether extend() prolongs a lease; otherwise it only returns whether the lease is still held.
     supports_extend: ClassVar[bool] = True
@@ -83,9 +83,9 @@ class BaseLockBackend(ABC):
     session_bound: ClassVar[bool] = False
     #: Whether its verbs ask a database, which Django forbids in the thread of an event loop.
     asks_database: ClassVar[bool] = False
-    #: The first part of its keys, for backends that share a table.
+    #: The first part of the keys, for backends that share a table.
     kind: ClassVar[str] = ""
-    #: Makes the requests of request().
+    #: The class of the requests that request() makes.
     make_request: Callable[..., Request] = Request
 
     #: How waiters wait; in some backends it depends on the server or the OPTIONS.
@@ -99,7 +99,7 @@ class BaseLockBackend(ABC):
         self.key_prefix = settings.key_prefix
         self.strict = settings.strict
         self.options: Any = self.options_class(**settings.options)
-        #: Where its locks are: in aliases with the same location, the same key is the same lock.
+        #: Where the locks are: in aliases with the same location, the same key is the same lock.
         self.location: Hashable = (type(self), settings.alias)
         self._key_in = lru_cache(KEYS)(partial(server_key, kind=self.kind))
         self.queue = LocalQueue()
@@ -119,8 +119,8 @@ class BaseLockBackend(ABC):
     ) -> Grant | Busy:
         """Try to acquire the lock once. The same owner gets the same grant again.
 
-        *queued*: whether it has a position in the server's queue, or gets one if it is refused. *left*: the seconds
-        for which it may wait for a connection or a thread (None: no limit).
+        *queued*: whether the request has a position in the server's queue, or gets one if it is refused. *left*: how
+        many seconds the try may wait for a connection or a thread (None: no limit).
         """
 
     @abstractmethod
@@ -143,11 +143,11 @@ class BaseLockBackend(ABC):
         return [self.probe(each) for each in requests]
 
     def server_of(self, request: Request) -> Hashable:
-        """Return an identity of the request's server; one call of extend() gets the requests of one server."""
+        """Return a value that identifies the request's server; each call of extend() gets requests of one server."""
         return None
 
     def wait_for(self, request: Request, left: float | None) -> Grant | Busy:
-        """Wait on the server, for *left* seconds at most (None: no limit), until it grants the lock. With ``Way.ON_SERVER``."""
+        """With ``Way.ON_SERVER``: wait until the server grants the lock, for *left* seconds at most (None: no limit)."""
         raise NotImplementedError
 
     def interrupt(self, request: Request) -> None:
@@ -174,7 +174,7 @@ class BaseLockBackend(ABC):
         """Stop ringing the bell of this request. No I/O."""
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Move the lease of *former* to this owner, for its own ttl from now; return False if it was not held.
+        """Move the lease of *former* to the owner of *request*, for its ttl from now; return False if it was not held.
 
         The token stays the same, and *former* no longer holds the lock, so only one owner can take it over.
         A repetition returns the same answer.
@@ -195,7 +195,7 @@ class BaseLockBackend(ABC):
         raise NotSupported(self.alias, "listing", self.instead)
 
     def free_locks(self, text: str) -> Iterable[Held]:
-        """Return at most MOST_FREE free locks that were held before, with *text* in names or keys, if it knows them."""
+        """Return at most MOST_FREE free locks with *text* in their names or keys that the server has a record of."""
         return ()
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -216,7 +216,7 @@ class BaseLockBackend(ABC):
         return []
 
     def check_server(self, address: str) -> list[CheckMessage]:
-        """Probe a lock; return an error if the server does not answer. *address*: where it should listen, for the message."""
+        """Probe a lock; return an error if the server does not answer. *address*: where it should listen, for the error."""
         try:
             self.probe(self.request("check", ttl=self.ttl, holder=Holder.current("check")))
         except LockBackendError as error:
@@ -224,11 +224,11 @@ class BaseLockBackend(ABC):
         return []
 
     def close(self) -> None:
-        """Close connections and end threads; they are opened again when they are needed."""
+        """Close connections and end threads; the next use opens and starts them again."""
         self._threads.close()
 
     def close_at_exit(self, seconds: float) -> None:
-        """Close the sessions at the exit of the process, to free their locks; takes at most so many *seconds*."""
+        """Close the sessions at the exit of the process, to free their locks, within *seconds*."""
 
     def abandon_after_fork(self) -> None:
         """Drop the parent's connections in a forked child, and send nothing to the server."""
@@ -239,24 +239,24 @@ class BaseLockBackend(ABC):
         """Raise ValueError if the server cannot keep a lock for *ttl* seconds."""
 
     def request(self, name: str, key: str = "", **wishes: Any) -> Request:
-        """Return a request for *name*, with a new owner, and with *key*, or the key that the caller's key_of() makes."""
+        """Return a request for *name* with a new owner; *key* is by default that of key_of()."""
         owner = Secret(token_hex(16))  # as new_owner(), without a call
         return self.make_request(name, key or self.key_of(name), owner=owner, **wishes)
 
     def key_of(self, name: str) -> str:
-        """Return the key of *name* on the server, for the caller: it may be another one for each tenant.
+        """Return the key of *name* on the server; it may depend on the tenant of the caller.
 
         A request keeps the key that it was made with.
         """
         return self._key_in(name, self.prefix())
 
     def line_of(self, request: Request) -> str:
-        """Return the key of the queue that *request* joins in this process: readers that may pass writers have their own."""
+        """Return the key of the local queue that *request* joins: readers that may pass writers have their own."""
         is_apart = request.shared and not self.waiting.writers_first
         return f"{request.line}\0shared" if is_apart else request.line
 
     def prefix(self) -> str:
-        """Return KEY_PREFIX; if it is a function, what that returns now."""
+        """Return KEY_PREFIX; if it is a function, its present result."""
         if isinstance(self.key_prefix, str):
             return self.key_prefix
         prefix = self.key_prefix()
@@ -280,28 +280,28 @@ class BaseLockBackend(ABC):
             ) from error
 
     def label(self) -> str:
-        """Return what the cache that keeps the locks adds to its keys now; "" without a cache."""
+        """Return a label for the present prefix and version of the cache that keeps the locks; "" without a cache."""
         return ""
 
     @property
     def keys_vary(self) -> bool:
-        """Whether key_of() may return another key for another caller."""
+        """Whether the keys of key_of() depend on the caller."""
         has_label = type(self).label is not BaseLockBackend.label
         return has_label or not isinstance(self.key_prefix, str)
 
     def seen_from_here(self) -> Self:
-        """Return this backend with the keys of the caller, for another thread that lists its locks."""
+        """Return a copy of this backend with which another thread lists the locks of the present caller."""
         self.check_key()
         seen, label = copy(self), self.label()
         seen.key_prefix = self.prefix()
-        seen.label = lambda: label  # type: ignore[method-assign]  # of this copy alone
+        seen.label = lambda: label  # type: ignore[method-assign]  # only in this copy
         return seen
 
     def force_release(self, key: str, owner_digest: str, *, by: str = "an operator") -> bool:
-        """Free the lock if its holding is still the one that was shown; return whether it was.
+        """Free the lock if it still has the holding with this *owner_digest*; return whether it had.
 
-        A holder in this process gets LockLost at once, another one at its next renewal. Fenced data refuses its
-        writes. *by* is named in the log.
+        A holder in this process gets LockLost at once, any other at its next renewal. Fenced data refuses the
+        former holder's writes. *by* is named in the log.
         """
         if not self.supports_listing:
             raise NotSupported(self.alias, "force_release()", self.instead)
@@ -328,11 +328,11 @@ class BaseLockBackend(ABC):
         return True
 
     def keeps(self, key: str) -> bool:
-        """Return whether *key* has the kind of this alias, and the caller's prefix."""
+        """Return True if *key* has the kind of this alias, and the caller's prefix."""
         return key.rpartition("|")[0] == self.key_of("x").rpartition("|")[0]
 
     def may_keep(self, key: str) -> bool:
-        """Return whether *key* may be of this alias, with any prefix that a function may return."""
+        """Return True if *key* may belong to this alias, whatever prefix a function as KEY_PREFIX returned."""
         if isinstance(self.key_prefix, str):
             return self.keeps(key)
         return key.startswith(f"{self.kind}|") if self.kind else key.count("|") < 2
@@ -341,18 +341,18 @@ class BaseLockBackend(ABC):
         try:
             return self.end_holding(key, owner_digest)
         except LockOutcomeUnknown:
-            # It was held a moment ago, so if it is free now, the request without a reply has ended it.
+            # The lock was held a moment ago: if it is free now, the request without a reply has freed it.
             self.end_holding(key, owner_digest)
             return True
 
     def abandon(self, request: Request) -> Release:
-        """Release the lock of an owner that may have it, or may wait for it."""
+        """Release the lock of an owner that may hold it or wait for it."""
         return self.release(request)
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
         """Release the locks of *requests* for good: some servers then refuse late requests of the same owners.
 
-        Never raise: an error is returned as the outcome of its request.
+        An error is not raised, but returned as the outcome of its request.
         """
         return [self._outcome(request) for request in requests]
 
@@ -384,7 +384,7 @@ class BaseLockBackend(ABC):
     def _answered(
         self, request: Request, verb: Callable[..., Grant | Busy], wait: Wait
     ) -> Grant | Busy:
-        """Call *verb* for a task, in a thread: the ttl counts from here, without the wait for the thread."""
+        """Call *verb* for a task, in a thread: the ttl counts from now, not from before the wait for the thread."""
         start = clock.lease_time()
         answer = verb(request, left=wait.left)
         self.queue.heard(self.line_of(request), request.owner)
@@ -414,7 +414,7 @@ class BaseLockBackend(ABC):
         await self._threads.run_release(lambda: self.abandon(request))
 
 
-#: By pattern in the text of an error: the hint for it. The first match is used.
+#: The hints for errors, by patterns in their texts. The first match is used.
 ADVICE = {
     r"no master found": (
         "Start the Sentinels, or correct the settings: are they listening on {address}, and is that the master's name?"

@@ -68,10 +68,10 @@ UNKNOWN = (
     "or another backend; if its add() is atomic on a server that all processes share, and nothing is "
     "deleted there before it expires, set OPTIONS 'trust_add': [{path!r}]."
 )
-#: Seconds of the ttl that must be left, or the lock is not deleted but expires: another caller could
-#: get it between the get() and the delete().
+#: Seconds of the ttl that must be left for a delete(); with fewer the lock expires by itself, because another
+#: caller could get it between the get() and the delete().
 MARGIN = 1.0
-#: Caches of a parent process: kept, because dropping one may close the parent's connection.
+#: The parent process's caches, kept because dropping one may close the parent's connection.
 _OF_PARENTS: list[CacheHandler] = []
 
 
@@ -88,7 +88,7 @@ class CacheOptions:
 
 
 class _WithoutKeyFunction(CacheHandler):
-    """A cache for each thread that does not change keys: a lock keeps its key, whatever KEY_FUNCTION returns later."""
+    """A cache for each thread that uses keys unchanged: a lock keeps its key, even if KEY_FUNCTION depends on time."""
 
     def create_connection(self, alias: str) -> BaseCache:
         cache: Any = super().create_connection(alias)
@@ -97,7 +97,7 @@ class _WithoutKeyFunction(CacheHandler):
 
 
 class SingleProcessBackend(LocMemBackend):
-    """Locks of one process, in memory but not in the cache, so they are not deleted with it."""
+    """Locks of one process, in memory beside the cache, so that clearing the cache does not delete them."""
 
     options_class = CacheOptions
     options: CacheOptions
@@ -114,7 +114,7 @@ class SingleProcessBackend(LocMemBackend):
 
 
 class CacheBackend(BaseLockBackend):
-    """Chooses the backend by the class of the alias; it has no instances itself."""
+    """Chooses another backend by the cache's class; CacheBackend itself has no instances."""
 
     options_class = CacheOptions
 
@@ -124,7 +124,7 @@ class CacheBackend(BaseLockBackend):
         try:
             chosen = _chosen(found.options.get("cache", CacheOptions().cache), found.options)
         except ValueError:
-            # If the option 'cache' is misspelt, the default alias is not the problem: say that first.
+            # First report a misspelt option 'cache': then the default alias is not the problem.
             checked_options(cls, found)
             raise
         return chosen.for_settings(found)
@@ -155,7 +155,7 @@ def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
 
 
 class AddBackend(CacheKeyBackend):
-    """Acquires by add(), releases by delete(), and never extends."""
+    """A backend on any cache with an atomic add(): acquires by add(), releases by delete(), never extends."""
 
     options_class = CacheOptions
     options: CacheOptions
@@ -178,7 +178,7 @@ class AddBackend(CacheKeyBackend):
         ends = clock.lease_time() + request.ttl
         value = Record(request.owner, ends, request.name, request.holder).pack()
         answer = self._ask("add", request.key, value, timeout=whole_seconds(request.ttl))
-        if answer is not True and answer is not False:  # it hides an error
+        if answer is not True and answer is not False:  # the cache class hides an error
             raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r}, not True or False")
         found = None if answer else self._look(request)
         is_ours = answer or (found is not None and found.owner == request.owner)
@@ -197,7 +197,7 @@ class AddBackend(CacheKeyBackend):
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        return [True] * len(requests)  # until their ttl is over
+        return [True] * len(requests)  # held until the ttl is over
 
     def probe(self, request: Request) -> Busy | None:
         found = self._look(request)
@@ -209,7 +209,7 @@ class AddBackend(CacheKeyBackend):
         return self.check_server(f"the LOCATION of the cache {self.options.cache!r}")
 
     def abandon_after_fork(self) -> None:
-        """Keep the parent's connection open; this thread gets a new cache."""
+        """Leave the parent's connection open, and use new caches."""
         _OF_PARENTS.append(self._caches)
         self._caches = _WithoutKeyFunction()
 
@@ -221,7 +221,7 @@ class AddBackend(CacheKeyBackend):
         """Call the cache of this thread; its errors become LockOutcomeUnknown."""
         try:
             return getattr(self._caches[self.options.cache], verb)(*args, **options)
-        except Exception as error:  # noqa: BLE001 - it goes on as the cause
+        except Exception as error:  # noqa: BLE001 - kept as the cause
             problem = f"{verb}() of the cache {self.options.cache!r} failed: {error}"
             raise LockOutcomeUnknown(self.alias, problem) from root_cause(error)
 

@@ -22,8 +22,8 @@ from django_distlock.ground.naming import LONGEST_MARK, printable
 
 from .base import BaseLockBackend
 
-#: The limits of a ttl in seconds, on servers that count in whole seconds: memcached takes more
-#: than 30 days for a date.
+#: The limits of a ttl in seconds, on servers that count in whole seconds: memcached takes a ttl of
+#: more than 30 days for a date.
 LEAST_TTL, LONGEST_TTL = 2.0, 29 * 86_400.0
 #: The longest key that every cache accepts: memcached's limit, about which Django warns for all caches.
 LONGEST_KEY = 250
@@ -44,7 +44,7 @@ class Record:
     holder: Holder | None
 
     def pack(self) -> str:
-        # A dict would take json.dumps() twice as long.
+        # Twice as fast as json.dumps() of a dict.
         owner, name = json.dumps(self.owner), json.dumps(printable(self.name, _LONGEST_NAME))
         holder = json.dumps(self.holder.to_json() if self.holder else "")
         return Secret(
@@ -114,7 +114,7 @@ def paths(kind: type[Any]) -> set[str]:
 
 
 def own_instance(name: str) -> BaseCache:
-    """Return an instance of the alias *name* for its settings and keys only; it never connects."""
+    """Return an instance of the alias *name* that is only used for settings and keys, and never connects."""
     try:
         made: BaseCache = caches.create_connection(name)
     except ImportError as error:
@@ -124,9 +124,9 @@ def own_instance(name: str) -> BaseCache:
 
 
 def plain_key(key: str, room: int = LONGEST_KEY) -> str:
-    """Return *key* if it has only plain characters, at most *room*; else a readable stub and its SHA-256.
+    """Return *key* if it has only plain characters, at most *room*; else a readable stub and the key's SHA-256.
 
-    LONGEST_MARK characters stay free, because the key of a place (limit) is longer.
+    LONGEST_MARK characters stay free for the number of a place.
     """
     if len(key) <= room - LONGEST_MARK and _PLAIN.fullmatch(key):
         return key
@@ -142,7 +142,7 @@ def whole_seconds(ttl: float) -> int:
 def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[CheckMessage]:
     """Warn if clearing the default cache deletes the locks of *alias*.
 
-    *server* has the locks, if they are not on all servers of the cache *name*.
+    *server* is the one server with the locks; None: they are on all servers of the cache *name*.
     """
     own, cleared = _servers(name, server), _servers(DEFAULT_CACHE_ALIAS)
     if name != DEFAULT_CACHE_ALIAS and not own & cleared:

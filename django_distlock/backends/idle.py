@@ -28,9 +28,10 @@ def set_keepalive(sock: _socket.socket) -> None:
 
 
 class IdleStack(deque[Any]):
-    """Take a connection by pop(), and put it back by keep(): single steps, which need no lock.
+    """Take a connection by pop(), and put it back by keep(): single steps, which need no mutex.
 
-    *used_at* of a connection is the time of its last use (clock.wait_time()). As the one that was used last is taken first, those that are not needed stay at the other end.
+    *used_at* of a connection is the time of its last use (clock.wait_time()). The newest is taken first, so
+    connections that are not needed gather at the other end.
     """
 
     def keep(self, connection: Any) -> None:
@@ -43,7 +44,7 @@ class IdleStack(deque[Any]):
     def fit_one(self) -> Any:
         """Return a connection that was used within IDLE seconds and is still sound, or None.
 
-        It is not sound if the server has closed it, or has sent something without a request.
+        A connection is not sound if the server has closed it, or has sent anything without a request.
         """
         for connection in self.fresh():
             if not connection.has_news():
@@ -67,7 +68,7 @@ class IdleStack(deque[Any]):
                 close(self.pop())
 
     def close_unused(self, close: Callable[[Any], object], seconds: float) -> None:
-        """Close the connections whose last use was so many *seconds* ago."""
+        """Close the connections that were not used for so many *seconds*."""
         before = clock.wait_time() - seconds
         with suppress(IndexError):
             while (oldest := self.popleft()).used_at < before:

@@ -1,4 +1,4 @@
-"""Locks in the memory of one process: they keep every promise among its threads and tasks."""
+"""Locks in the memory of one process: every promise holds among the threads and tasks of that process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from _thread import RLock
 
 
-#: So many records are kept without a look whether they are needed.
+#: Up to so many records are kept without looking for old ones.
 FEW = 1000
 
 
@@ -68,7 +68,7 @@ class _MemoryRecord:
     available: float = 0.0
     last: _Holding | None = None
     holdings: dict[str, _Holding] = field(default_factory=dict)
-    #: The transactions that guard() protects until they end.
+    #: The transactions for which guard() keeps later holders out.
     guarded: list[Block] = field(default_factory=list)
 
     def expire(self, now: float) -> None:
@@ -99,7 +99,7 @@ class _MemoryRecord:
         return not (self.holdings or self.is_guarded()) and self.available <= now
 
     def listed(self, waiters: int, now: float) -> list[Held]:
-        """Return its holdings for operators, or the reservation (min_hold) of its last holder."""
+        """Return the holdings for operators, or the reservation (min_hold) of the last holder."""
         last = self.last
         if last is None:
             return []
@@ -118,22 +118,22 @@ class _Memory:
     records: dict[str, _MemoryRecord] = field(default_factory=dict)
     released: Recent = field(default_factory=Recent)
     token: int = 0
-    #: How many records there may be before those are dropped that nobody needs.
+    #: How many records there may be before make_room() drops old ones.
     room: int = FEW
 
     def make_room(self, now: float) -> None:
-        """Drop the records of reservations and leases that have ended: nobody releases those."""
+        """Drop the records of ended reservations and leases, for which no release comes."""
         if len(self.records) <= self.room:
             return
         for key, record in list(self.records.items()):
             record.expire(now)
             if record.is_over(now):
-                self.records.pop(key, None)  # a signal handler may have been faster
+                self.records.pop(key, None)  # a signal handler may have removed it already
         self.room = max(FEW, 2 * len(self.records))
 
 
 class LocMemBackend(BaseLockBackend):
-    """First come, first served, with readers and writers; nothing leaves this process."""
+    """Locks in memory, first come, first served, with readers and writers; they exclude no other process."""
 
     supports_fencing = True
     supports_shared = True
@@ -141,12 +141,12 @@ class LocMemBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_min_hold = True
-    #: All waiters are in this process.
+    #: "In order", because all waiters are in this process.
     waiting = Waiting(way=Way.LISTEN, look_again=1.0, writers_first=True, is_in_order=True)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        # Only a command that a test calls shares this memory; one in a process of its own finds nothing.
+        # A purge is possible only in tests, whose commands run in this process and so share the memory.
         self.supports_purge = conf.tests_run()
         self._memory: _Memory = memory.setdefault(settings.alias, _Memory())
 
@@ -154,7 +154,7 @@ class LocMemBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         if owned(self._memory.mutex):
-            return Busy()  # this code has interrupted another verb of its thread
+            return Busy()  # this signal handler has interrupted another verb in its thread
         with self._memory.mutex:
             now = clock.lease_time()
             record = self._record(request.key)
@@ -227,7 +227,7 @@ class LocMemBackend(BaseLockBackend):
     def held(self, key: str | None = None) -> Iterable[Held]:
         with self._memory.mutex:
             now = clock.lease_time()
-            # A signal handler may release one of them meanwhile.
+            # A copy, because a signal handler may release a lock meanwhile.
             known = list(self._memory.records.items())
             is_meant = self.keeps if key is None else key.__eq__
             records = [(each, record) for each, record in known if is_meant(each)]

@@ -46,7 +46,7 @@ PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 #: How often a value is read again if a renewal of the same lease has changed it since it was read.
 LOOKS = 5
 #: Seconds: a value whose reply took longer is stored once more. The server may have been stopped meanwhile, and its
-#: clock stands still with it: what it stores before the next tick expires early, by as long as it was stopped.
+#: clock with it: a value stored before the next tick expires early, by the time of the stop.
 LATE = 0.05
 #: How many connections are kept open.
 KEPT = 4
@@ -57,7 +57,7 @@ MOST_KNOWN, FRESH = 64, 1.0
 AT_ONCE = -1
 #: A waiter appends this to the value, to show the holder that somebody waits; the value stays valid JSON.
 MARK = b" "
-#: The OPTIONS of the cache alias that a connection is made with.
+#: The OPTIONS of the cache alias that are passed to a connection.
 CONNECTING = ("socket_keepalive", "socket_module", "tls_context")
 #: Parses a value; cached, because waiters read the same value many times.
 _record = lru_cache(64)(Record.unpack)
@@ -67,7 +67,7 @@ _record = lru_cache(64)(Record.unpack)
 class MemcachedOptions:
     """The OPTIONS for an alias of CACHES on memcached; *cache* None: for a server that CACHES does not name.
 
-    *server*: the server that keeps the locks, written as in LOCATION; required if that names several.
+    *server*: the server that keeps the locks, written as in LOCATION; required if LOCATION names several servers.
     """
 
     cache: str | None = "default"
@@ -110,7 +110,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         self._use(cast("Any", own_instance(options.cache)), given)
 
     def _use(self, cache: Any, given: dict[str, Any]) -> None:
-        """Keep the locks on the server of *cache*, which has *given* as its OPTIONS."""
+        """Keep the locks on the server of *cache*, whose OPTIONS are *given*."""
         options, self._cache = self.options, cache
         prefix = given.get("key_prefix") or (given.get("behaviors") or {}).get("namespace") or ""
         self._prefix = prefix.decode("latin-1") if isinstance(prefix, bytes) else str(prefix)
@@ -144,13 +144,13 @@ class CacheMemcachedBackend(CacheKeyBackend):
             return Busy() if is_late and not self._extend(request) else Grant(None)
         may_mark = left != 0 and request.key not in self.queue.turns.wanted
         if may_mark and found and not found.endswith(MARK):
-            # The mark tells a holder that was never refused itself to let others go first.
+            # The mark tells the holder, which may never have been refused, to let other processes go first.
             with suppress(LockBackendError):
                 self._pool.ask(MemcachedConnection.append, request.key, MARK)
         return record.busy
 
     def release(self, request: Request) -> Release:
-        """Delete the key if it is ours, in one step: the value that was read expires at once."""
+        """Delete the key if it is ours, in one step: set the value that was read to expire at once."""
         if self._delete(request, MemcachedConnection.delete_known, request.owner):
             return Release.RELEASED
         for _ in range(LOOKS):
@@ -186,7 +186,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         self._pool.close()
 
     def abandon_after_fork(self) -> None:
-        """Close our copies of the parent's connections, which stay open there."""
+        """Close this process's copies of the parent's connections, which stay open in the parent."""
         self._pool.close()
 
     def _extend(self, request: Request) -> bool:
@@ -206,7 +206,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         raise self._restless()
 
     def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:
-        """Return whether *verb* deleted the key. If its reply is lost, the owner counts as released."""
+        """Return whether *verb* deleted the key. If the reply is lost, the owner counts as released."""
         try:
             is_deleted = self._pool.ask(verb, request.key, *args)
         except LockOutcomeUnknown:
@@ -217,7 +217,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         return is_deleted
 
     def _look(self, request: Request) -> tuple[Record | None, bytes, bytes]:
-        """Return the value, its number, and MARK if others wait for the lock."""
+        """Return the record, the number of the value, and MARK if other processes wait for the lock."""
         found, number = self._pool.ask(MemcachedConnection.gets, request.key)
         if found is None:
             return None, b"", b""
@@ -232,7 +232,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
 
 
-#: The client itself: a monitoring agent may have replaced it in the module by a proxy.
+#: pymemcache's own class: a monitoring agent may have put a proxy into the module.
 Client: Any = PooledClient.client_class
 
 
@@ -240,7 +240,7 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
     """pymemcache's client, connected, for one thread at a time; it is closed after its first error.
 
     The server numbers all values, from 1. An equal number means the same value, unless the server was
-    restarted; a restart also closes the connection.
+    restarted, which also closes the connection.
     """
 
     #: The host and the port, or the path of a unix socket.
@@ -251,9 +251,9 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
         limits = {"connect_timeout": connect, "timeout": answer}
         super().__init__(server, no_delay=True, default_noreply=False, **limits, **options)
         self._open()
-        #: The time of its last use.
+        #: The time of the last use.
         self.used_at = 0.0
-        #: Returns whether the server has closed the connection; never on Windows, which has no poll().
+        #: Returns whether the server has closed the connection; always False on Windows, which has no poll().
         self.has_news: Callable[[], object] = bool
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -263,13 +263,13 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
         self._known: dict[str, tuple[bytes, float]] = {}
 
     def add_and_look(self, key: str, value: bytes, seconds: int, owner: str) -> bytes | None:
-        """Store *value* if there is none, and return the value that is stored then, in one round trip."""
+        """Store *value* unless the key has one, and return the key's value, in one round trip."""
         name, size = key.encode(), len(value)
         command = b"add %b 0 %d %d\r\n%b\r\ngets %b" % (name, seconds, size, value, name)
         try:
             reply: bytes = self.raw_command(command, b"\r\nEND\r\n")
         except MemcacheUnknownCommandError:
-            # The text of this error is the command, which contains the owner.
+            # The text of the original error is the command, which contains the owner.
             raise MemcacheUnknownCommandError("add") from None
         match reply.split(b"\r\n", 2):
             case [b"STORED" | b"NOT_STORED"]:
@@ -284,16 +284,16 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
         raise ValueError("it did not answer to 'add'")
 
     def delete_known(self, key: str, owner: str) -> bool:
-        """Delete the value that *owner* has just added on this connection; False if it has changed or is gone."""
+        """Delete the value that *owner* has just added on this connection; False if the value has changed or is gone."""
         number, when = self._known.pop(owner, (b"", 0.0))
         if not number or clock.lease_time() - when > FRESH:
             return False
         return bool(self.cas(key, b"", number, AT_ONCE))
 
     def _open(self) -> None:
-        """Connect to the first address of the server that accepts; pymemcache tries only the first one."""
+        """Connect to the first address of the server that accepts; pymemcache tries only the first address."""
         addresses = [server := self.server]
-        # A certificate is compared with the name of the server.
+        # With TLS, keep the server's name, which is compared with the certificate.
         if isinstance(server, tuple) and not self.tls_context:
             found = self.socket_module.getaddrinfo(*server, type=socket.SOCK_STREAM)
             addresses = [address[:2] for *_, address in found]
@@ -316,7 +316,7 @@ class Pool:
         self._server = server
         self._connect = connect
         self._idle = IdleStack()
-        # Otherwise a connection that is returned after close() would be left to the garbage collector.
+        # Close connections that come back after close(), instead of leaving them to the garbage collector.
         weakref.finalize(self, self._idle.close_all, MemcachedConnection.close).atexit = False
 
     def ask(self, verb: Callable[..., _T], *args: object) -> _T:
@@ -326,12 +326,12 @@ class Pool:
             try:
                 answer = verb(connection, *args)
             except BaseException as error:
-                # Also after an asynchronous exception: the rest of this reply would be taken for the next one.
+                # Also after an asynchronous exception: the next request would read the rest of this reply.
                 connection.close()
                 error.__traceback__ = None  # variables of pymemcache's frames contain the owner
                 raise
         except (OSError, ValueError, MemcacheUnexpectedCloseError, MemcacheUnknownError) as error:
-            # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
+            # The idle connections are probably broken, too: a router that forgot one has forgotten all.
             self.close()
             was_idle = connection.used_at > 0
             problem = LockOutcomeUnknown(self._alias, self._told(error), was_idle=was_idle)
@@ -355,7 +355,7 @@ class Pool:
             raise LockBackendError(self._alias, told) from root_cause(error)
 
     def _told(self, error: Exception, what: str = "") -> str:
-        # The class of pymemcache's errors tells what their text is.
+        # The texts of pymemcache's errors need their class to be understood.
         is_known = isinstance(error, MemcacheError)
         text = repr(error) if is_known else str(error) or type(error).__name__
         return f"memcached at {self._server}: {what}{text}"
