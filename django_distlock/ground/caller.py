@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-_Dummy = threading._DummyThread  # noqa: SLF001 - there is no other sign of one
+_Dummy = threading._DummyThread  # noqa: SLF001 - nothing else marks a dummy thread
 
 
 class Forks:
@@ -28,7 +28,7 @@ class Forks:
         self._callbacks.append(callback)
 
     def notice(self) -> None:
-        """Run the callbacks now if this is a child in which they have not run yet; otherwise only compare pids."""
+        """Run the callbacks if this is a forked child in which they have not run yet; otherwise only compare pids."""
         if os.getpid() != self.pid:
             with self._mutex:
                 if os.getpid() != self.pid:
@@ -36,7 +36,7 @@ class Forks:
 
     def start_over(self) -> None:
         """Run the callbacks in a child that Python itself has forked."""
-        # A thread that does not exist here may hold it.
+        # A thread of the parent, which does not exist here, may hold the mutex.
         self._mutex = threading.RLock()
         self._start_over()
 
@@ -54,8 +54,8 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 class _Mark:
     """The identity of the running thread: its ident may be used again by a later thread.
 
-    threading.current_thread() makes a dummy for a thread that it does not know, and takes a new thread
-    for an old one with the same ident.
+    threading.current_thread() makes a dummy for a thread that it does not know, and returns an old dummy for a
+    new thread with the same ident.
     """
 
     __slots__ = ("__weakref__", "thread")
@@ -63,7 +63,7 @@ class _Mark:
     def __init__(self) -> None:
         ident = threading.get_ident()
         known = [thread for thread in threading.enumerate() if thread.ident == ident]
-        #: None if ``threading`` has not started it; its dummy, if any, may belong to an earlier thread.
+        #: None if ``threading`` has not started the thread; a dummy may belong to an earlier thread.
         self.thread = next((each for each in known if not isinstance(each, _Dummy)), None)
 
 
@@ -89,10 +89,10 @@ class Caller:
     __slots__ = ("_hash", "_mark", "_task", "ident", "within")
 
     def __init__(self, within: object = None) -> None:
-        #: What a thread does meanwhile that waits for a task, and runs this: the executor of async_to_sync().
+        #: The executor of async_to_sync(), if the thread waits there for a task and runs this code meanwhile.
         self.within = within
         self._mark = weakref.ref(here.mark)
-        #: The ident of its thread.
+        #: The ident of the thread.
         self.ident = threading.get_ident()
         task = current_task()
         self._task = None if task is None else weakref.ref(task)
@@ -108,7 +108,7 @@ class Caller:
 
     @property
     def task(self) -> asyncio.Task[Any] | None:
-        """Its task; None if it has none, or the task is gone."""
+        """The task; None if there was none, or it no longer exists."""
         return None if self._task is None else self._task()
 
     @property
@@ -124,7 +124,7 @@ class Caller:
             task = self._task()
             return task is None or task.done() or task.get_loop().is_closed()
         mark = self._mark()
-        # If threads are greenlets, their thread-locals may outlive them.
+        # The thread-locals of greenlets may outlive these.
         return mark is None or (mark.thread is not None and not mark.thread.is_alive())
 
 
@@ -137,9 +137,9 @@ def current_task() -> asyncio.Task[Any] | None:
 
 
 def runs_foreign_tasks() -> bool:
-    """Return whether an async library that is not asyncio, such as trio, runs tasks in this thread.
+    """Return True if an async library other than asyncio, such as trio, runs tasks in this thread.
 
-    They all share the thread, which then does not tell one caller from another.
+    All these tasks look like one caller, the thread.
     """
     sniffio = sys.modules.get("sniffio")
     return sniffio is not None and sniffio.thread_local.name not in {None, "asyncio"}

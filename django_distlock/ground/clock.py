@@ -1,7 +1,7 @@
 """The clocks of this process: one for leases, one for waiting, never compared; and times written for people.
 
-clock_gettime() reads all of them. freezegun and time-machine change only its wall clock, so a test that
-freezes the time does not freeze its locks.
+All clocks are read by clock_gettime(), of which freezegun and time-machine change only the wall clock: a test
+that freezes the time does not freeze its locks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:  # On Windows the monotonic clock goes on while the machine sleeps.
     lease_time, wait_time, _wall_time = time.monotonic, time.monotonic, time.time
 
 
-@lru_cache(maxsize=64)  # a project has few of them
+@lru_cache(maxsize=64)  # a project has few ttls
 def drift(ttl: float) -> float:
     """Return the safety margin in seconds: our clock ends a lease of *ttl* seconds that much before the server.
 

@@ -25,7 +25,7 @@ _HOST = socket.gethostname()[:_LONGEST]
 
 
 class _Written:
-    """Cache for the JSON of a holder, which is no field and is not compared."""
+    """A slot that caches the JSON of a holder: not a field, so not compared."""
 
     __slots__ = ("_json",)
     _json: str
@@ -35,7 +35,7 @@ class _Written:
 class Holder(_Written):
     """The holder of a lock, for people: where it runs, and for what purpose (view path, command).
 
-    *limit*: how many may hold that lock at once, if there is a limit.
+    *limit*: how many may hold the lock at once, if there is a limit.
     """
 
     host: str
@@ -56,7 +56,7 @@ class Holder(_Written):
 
     @classmethod
     def current(cls, purpose: str = "") -> Holder:
-        """Return the holder for the calling code; cached by thread and purpose, unless it runs in a task."""
+        """Return the holder for the calling code; outside tasks, it is cached by thread and purpose."""
         may_be_task = _get_running_loop() is not None or "celery" in sys.modules
         if may_be_task and (task := _task_name()):
             return cls(_HOST, os.getpid(), thread_name(), task, purpose)
@@ -95,7 +95,7 @@ class Holder(_Written):
 
 
 def _task_name() -> str:
-    # If Celery is not imported, this is none of its tasks.
+    # Without Celery imported, no Celery task runs.
     celery = getattr(sys.modules.get("celery"), "current_task", None)
     if celery:
         return task_text(celery.name, celery.request.id)
@@ -104,7 +104,7 @@ def _task_name() -> str:
 
 
 def task_text(name: str, task_id: str | None) -> str:
-    """Return the name and id of a task, as "name[id]"; a task that was called like a function has no id.
+    """Return the name and id of a task as "name[id]"; a task that was called like a function has no id.
 
     Brackets and characters outside ASCII are percent-encoded, so that the id can be parsed.
     """
@@ -115,7 +115,7 @@ def task_text(name: str, task_id: str | None) -> str:
 
 
 def _forget_parent() -> None:
-    here.holders.clear()  # they have the pid of the parent
+    here.holders.clear()  # the holders have the pid of the parent
 
 
 def _short(text: str) -> str:

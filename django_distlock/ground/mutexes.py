@@ -1,8 +1,8 @@
-"""Mutexes for short sections of code, which code that interrupts their own thread can enter again.
+"""Mutexes for short sections of code: code that interrupts the thread in a section can enter it again.
 
 A signal handler, or a finalizer that the garbage collector runs, may acquire a lock in the middle of a
 section; a plain lock would then wait for its own thread for ever. So every section must stay correct if
-another one runs at any of its calls. Such code must not wait: all other threads would wait with it.
+another section runs at any of its calls. Code in a section must not wait: all other threads would wait with it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from _thread import RLock
 
-#: The keys only. A WeakSet cannot be read while another thread adds to it; keyrefs() reads this in one step.
+#: Used as a set. A WeakSet cannot be read while another thread adds to it; keyrefs() reads a dict in one step.
 _sections: WeakKeyDictionary[RLock, None] = WeakKeyDictionary()
 
 
 class _ThisThread(threading.local):
-    #: Whether this thread carries out the requests of a backend, so that all its locks stop while it waits.
+    #: Whether this thread carries out the requests of a backend: while it waits, no lock of the backend goes on.
     serves_locks = False
 
 
@@ -29,8 +29,7 @@ this_thread = _ThisThread()
 def section() -> RLock:
     """Return a new mutex for sections that never wait.
 
-    It is written in C: there is no Python code between taking it and the ``with`` block in which an
-    asynchronous exception could be raised.
+    RLock is written in C: no asynchronous exception can come between taking the mutex and its ``with`` block.
     """
     made = threading.RLock()
     _sections[made] = None

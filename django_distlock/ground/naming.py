@@ -39,14 +39,14 @@ LONGEST_SHOWN, LONGEST_LISTED = 1_000, 100_000
 
 
 def checked_name(name: object) -> str:
-    """Return *name*, a text or a saved model instance, in its normal form (NFC); ValueError or TypeError if it can name no lock."""
+    """Return the name in Unicode's normal form (NFC); *name* is a text or a saved model instance, else TypeError or ValueError."""
     if isinstance(name, Model):
         name = object_name(name)
     if not isinstance(name, str):
         raise TypeError(f"A lock's name must be text, not {type(name).__name__}.")
     if not name:
         raise ValueError("A lock's name must not be empty.")
-    # The value itself, also of a member of an Enum of texts, whose str() is another text.
+    # str.__str__(), because str() of a member of an Enum of texts is not its value.
     name = unicodedata.normalize("NFC", str.__str__(name))
     if len(name) > LONGEST_NAME:
         msg = f"A lock's name must have {LONGEST_NAME:,} characters at most, not {len(name):,}."
@@ -59,15 +59,15 @@ def server_key(name: str, prefix: str = "", label: str = "", *, kind: str = "") 
 
     A name of lower-case letters, digits and ``._:@=/-`` is used unchanged. Any other name
     becomes a readable stub and its SHA-256, so that no collation, padding or limit of a server
-    makes two names equal. Parts are separated by ``|``, which no part contains. The *label* of
-    key_label() comes first.
+    makes two names equal. Parts are separated by ``|``, which no part contains. The *label*, made
+    by key_label(), comes first.
     """
     parts = [kind, prefix, name] if kind else [prefix, name] if prefix else [name]
     return with_label(label, "|".join(map(_plain, parts)))
 
 
 def key_label(made: str) -> str:
-    """Return a label for *made*, a key as a cache makes it: printable, without a space or ``|``."""
+    """Return a label for *made*, a key made by a cache: printable, without a space or ``|``."""
     return quote(made, safe=_IN_LABEL)
 
 
@@ -76,22 +76,22 @@ def with_label(label: str, key: str) -> str:
 
 
 def line_key(key: str) -> str:
-    """Return the key of all places of the lock with this *key*: no key of a lock without a limit has a ``~``."""
+    """Return the key of all places of a lock: *key* and a ``~``, which no key of a lock without a limit has."""
     return f"{key}~"
 
 
 def place_key(key: str, place: int | str) -> str:
-    """Return the key of one *place*, or of all places for ""; *key* is that of all or of one."""
+    """Return the key of one *place*, or of all places for ""; *key* is the key of all places or of any place."""
     return f"{key[: key.rindex('~') + 1]}{place}"
 
 
 def line_of(key: str) -> str:
-    """Return the key of the queue for *key*: for a place, that of all places."""
+    """Return the key of the queue for *key*: for a place, the key of all places."""
     return key if place_of(key) is None else place_key(key, "")
 
 
 def place_of(key: str) -> int | None:
-    """Return the place that *key* names; None if it is of a lock without a limit."""
+    """Return the place in *key*; None for a lock without a limit."""
     _, mark, place = key.rpartition("~")
     return int(place) if mark and place.isdecimal() else None
 
@@ -115,7 +115,7 @@ def printable(text: object, most: int = LONGEST_SHOWN) -> str:
 def log_fields(
     name: str | None = None, using: str | None = None, **facts: object
 ) -> dict[str, object]:
-    """Return the ``extra`` of a log record: fields called ``distlock_...``; None if it is of no one lock or alias.
+    """Return the ``extra`` of a log record: fields called ``distlock_...``; *name* None: no single lock.
 
     The values are texts, numbers and None, which any JSON formatter can write.
     """
@@ -127,7 +127,7 @@ def log_fields(
 
 
 def warn(text: str, *values: object, of: Any = None, **facts: Any) -> None:
-    """Log a warning with escaped *values*, and the fields *facts*; *of*: the lease whose name and alias to add."""
+    """Log a warning with escaped *values* and the fields *facts*, and with the name and alias of the lease *of*."""
     if of is not None:
         facts = {"name": of.name, "using": of.using, **facts}
     logger.warning(text, *map(printable, values), extra=log_fields(**facts), stacklevel=2)
@@ -135,13 +135,13 @@ def warn(text: str, *values: object, of: Any = None, **facts: Any) -> None:
 
 @lru_cache(maxsize=1000)
 def stored(name: str) -> str:
-    """Return *name* in ASCII, which a column of any character set can store; shown() decodes it."""
+    """Return *name* in ASCII, for a column with any character set; shown() decodes it."""
     text = printable(name, LONGEST_LISTED)
     return text if text.isascii() and not text.startswith('"') else json.dumps(text)
 
 
 def shown(text: str) -> str:
-    """Return the name for people that stored() encoded as *text*."""
+    """Return the name, for people, that stored() encoded as *text*."""
     if text.startswith('"'):
         with suppress(ValueError):
             return str(json.loads(text))
@@ -160,7 +160,7 @@ def title_of(function: Callable[..., Any]) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of *function*; __wrapped__ of a partial (by method_decorator()) has another one."""
+    """Return the signature of *function*; of a partial (by method_decorator()), not that of its __wrapped__."""
     is_partial = isinstance(function, functools.partial)
     return inspect.signature(function, follow_wrapped=not is_partial)
 

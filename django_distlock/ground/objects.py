@@ -1,4 +1,4 @@
-"""Model instances: the name of their lock, and what they remember of a claim."""
+"""Model instances: the name of their lock, and the attribute with their claim."""
 
 # ruff: noqa: SLF001 - Django documents _meta and _state
 
@@ -11,14 +11,14 @@ from typing import Any
 from django.db.models import Model
 from django.utils.timezone import is_aware
 
-#: The attribute of a claimed instance: its Claim; None while that saves it.
+#: The attribute with the Claim of a claimed instance; None while the Claim saves the instance.
 CLAIM = "_distlock_claim"
 
 
 def object_name(instance: Model) -> str:
     """Return the name of the lock of *instance*, such as "shop.account:7"; ValueError if it is not saved.
 
-    An instance of a proxy, or of a model that inherits tables, has the name of the row on top: they are one.
+    An instance of a proxy, or of a model that inherits tables, shares the name with the row of its topmost model.
     """
     model: Any = instance._meta.concrete_model
     while getattr(link := model._meta.pk.remote_field, "parent_link", False):
@@ -33,13 +33,13 @@ def object_name(instance: Model) -> str:
 
 
 def _stored(field: Any, value: Any) -> Any:
-    """Return the *value* of a key in the type in which every database returns it."""
+    """Return *value*, a primary key, in the type in which every database returns it."""
     value = field.get_prep_value(value)
     while field.remote_field:
         field = field.target_field
     if isinstance(value, str):
         return str.__str__(value)  # str() of a member of an Enum of texts is another text
     if isinstance(value, Decimal) and field.decimal_places is not None:
-        # quantize() would refuse more digits than the context of the thread has.
+        # quantize() would refuse more digits than the thread's decimal context allows.
         return Decimal(f"{value:.{field.decimal_places}f}")
     return value.astimezone(UTC) if isinstance(value, datetime) and is_aware(value) else value

@@ -1,6 +1,6 @@
 """Finds out whether a caller is suspended until the running code is done, by what suspended coroutines await.
 
-They are read in the thread of their event loop, where none of them can go on meanwhile.
+The coroutines are read in the thread of their event loop, where none of them can go on meanwhile.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ if TYPE_CHECKING:
 
     Task = asyncio.Task[Any]
 
-#: The code of a coroutine that awaits a call in a thread, and of that thread.
+#: The code of a coroutine that awaits a call in a thread, and of the function that the thread runs.
 _AWAITS_CALL = SyncToAsync.__call__.__code__
 _RUNS_CALL = SyncToAsync.thread_handler.__code__
-#: The code of the tasks that async_to_sync() begins; those of its constants run in an event loop of their own,
-#: and await the first one.
+#: The code of the tasks that async_to_sync() begins. Functions inside its code run in a new event loop, and await
+#: main_wrap().
 _MAIN_WRAP = AsyncToSync.main_wrap.__code__
 _BEGUN_BY_ASGIREF = {
     _MAIN_WRAP,
     *(each for each in AsyncToSync.__call__.__code__.co_consts if isinstance(each, CodeType)),
 }
-#: One step of an async generator, as ``anext()`` returns it: the generator is no attribute, but its first referent.
+#: The types of one step of an async generator, as ``anext()`` returns it: its first referent is the generator.
 _OF_GENERATOR = {"async_generator_asend", "async_generator_athrow", "anext_awaitable"}
-#: Seconds that a busy event loop has to say what its tasks await.
+#: Seconds that a busy event loop has for the answer what its tasks await.
 LATE = 2.0
 
 
 class _Running(NamedTuple):
-    """The running code, and what leads to it from a coroutine that awaits it."""
+    """The running code, and the object that connects it with a coroutine that awaits it."""
 
     #: None in a thread without an event loop.
     task: Task | None
-    #: What asgiref makes for each call: a list for one in a thread, an executor for the thread that waits for a task.
+    #: The object that asgiref makes for each call: a list for a call in a thread; for a call in a task, the executor
+    #: of the thread that waits.
     call: object
 
     def thread_before(self, task: Task, within: object = None) -> int | None:
-        """Return the ident of the thread that waits for *task* of this thread's event loop; None if it is a separate task.
+        """Return the ident of the thread that waits for *task* of this thread's event loop; None if no thread does.
 
-        None, too, if that thread runs other code meanwhile, whose Caller has this *within*.
+        None, too, if the thread now runs the code of a Caller with this *within*.
         """
         if _is_begun_by_asgiref(task):
             executor: Any = self.call if task is self.task else next(_executors_of(task), None)
@@ -72,7 +73,7 @@ class _Running(NamedTuple):
         return any(map(self.is_awaited_by, tasks))
 
     def is_awaited_by(self, task: Task) -> bool:
-        """Return whether *task* is this code, or awaits it in a thread."""
+        """Return True if *task* is the running code, or awaits the thread that runs it."""
         if task is self.task:
             return True
         for each in _variables(_suspended_in(task, _AWAITS_CALL)):
@@ -86,8 +87,8 @@ class _Running(NamedTuple):
 def waits_for_us(caller: Caller) -> bool:
     """Return True if *caller* is suspended until the running code is done.
 
-    It is if asgiref, or ``asyncio.run()``, has called this code from its task in a thread, or from its thread in
-    a task. TimeoutError in a thread if the event loop is too busy to answer.
+    That is so if asgiref or ``asyncio.run()`` has called this code: in a thread for the caller's task, or in a task
+    for the caller's thread. TimeoutError in a thread if the event loop is too busy to answer.
     """
     task, (call, loop) = current_task(), _call_here()
     if task is not None and _is_begun_by_asgiref(task):
@@ -105,7 +106,7 @@ def waits_for_us(caller: Caller) -> bool:
 
 
 def entering_caller() -> Caller:
-    """Return the running caller, which enters a lock again."""
+    """Return the Caller for running code that enters a lock again."""
     return Caller(getattr(AsyncToSync.executors, "current", None))
 
 
@@ -116,7 +117,7 @@ def _with_outer(executor: Any) -> Iterator[object]:
 
 
 def _call_here() -> tuple[object, Any]:
-    """Return the list that asgiref has made for the call that this thread runs, and its event loop; or None for both."""
+    """Return asgiref's list for the call that this thread runs, and the call's event loop; None for both without a call."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what asgiref notes in the thread outlives the call
     while frame is not None and frame.f_code is not _RUNS_CALL:
         frame = frame.f_back
@@ -124,13 +125,13 @@ def _call_here() -> tuple[object, Any]:
 
 
 def _ask(loop: asyncio.AbstractEventLoop, look: Callable[[], bool]) -> bool:
-    """Return what *look* returns in the thread of *loop*; TimeoutError if that is late."""
+    """Call *look* in the thread of *loop*, and return its result; TimeoutError if that takes long."""
     if (task := current_task()) is not None and task.get_loop() is loop:
         return look()
     answer = Future[bool]()
     try:
         loop.call_soon_threadsafe(lambda: answer.set_result(look()))
-    except RuntimeError:  # it is closed
+    except RuntimeError:  # the loop is closed
         return False
     return answer.result(LATE)
 
@@ -140,7 +141,7 @@ def _is_begun_by_asgiref(task: Task) -> bool:
 
 
 def _suspended_in(task: Task, code: CodeType) -> Any:
-    """Return the coroutine of this *code* that *task* is suspended in, or None."""
+    """Return the coroutine with this *code* in which *task* is suspended, or None."""
     work: Any = task.get_coro()
     while work is not None and getattr(work, "cr_code", None) is not code:
         work = _inside(work)
@@ -153,7 +154,7 @@ def _variables(work: Any) -> Iterator[object]:
 
 
 def _executors_of(task: Task) -> Iterator[CurrentThreadExecutor]:
-    """Yield what runs in the thread that waits for *task*, which asgiref has begun."""
+    """Yield the executors of the thread that waits for *task*, a task that asgiref has begun."""
     for each in _variables(_suspended_in(task, _MAIN_WRAP)):
         for context in each if isinstance(each, list) else ():
             if isinstance(context, Context):
@@ -161,7 +162,7 @@ def _executors_of(task: Task) -> Iterator[CurrentThreadExecutor]:
 
 
 def _executors(context: Context) -> list[CurrentThreadExecutor]:
-    """Return the executor that asgiref keeps in *context*, perhaps in a dict in an object."""
+    """Return the executors that asgiref keeps in *context*, perhaps in a dict of an object there."""
     values = [*context.values()]
     inside = gc.get_referents(*values)
     found = (*values, *inside, *gc.get_referents(*inside))
@@ -169,7 +170,7 @@ def _executors(context: Context) -> list[CurrentThreadExecutor]:
 
 
 def _inside(work: Any) -> Any:
-    """Return what the suspended *work* awaits, or the async generator that it is one step of; None if neither."""
+    """Return what the suspended *work* awaits, or for one step of an async generator, the generator; otherwise None."""
     if type(work).__name__ in _OF_GENERATOR:
         return gc.get_referents(work)[0]
     for attribute in ("cr_await", "gi_yieldfrom", "ag_await"):
