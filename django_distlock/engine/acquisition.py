@@ -49,30 +49,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_distlock")
 
-#: A request to the backend, or a wait: a function that a thread calls, and whose result a task awaits.
+#: A request to the backend, or a wait: a function that a thread calls, or whose result a task awaits.
 Act = Callable[[], Any]
 
-#: What LockDeadlock says to a signal handler, or a finalizer, that would wait for the code that it has interrupted.
+#: The reason in LockDeadlock for a signal handler or finalizer that would wait for the code that it has interrupted.
 INTERRUPTS = "this code has interrupted its own thread in the midst of a lock: use timeout=0 here, or another thread"
-#: What it says to a task, of trio perhaps, whose wait would stop all tasks of its thread.
+#: The reason in LockDeadlock for a task, such as of trio, whose wait would stop all tasks of its thread.
 STOPS_HOLDER = "a task of this thread holds it, which cannot go on while this one waits: use trio.to_thread.run_sync"
-#: What is known of the holder before the first answer.
+#: The holder before the first answer.
 _UNKNOWN = Busy()
-#: Seconds to stand back for other processes, after many hand-offs inside this one.
+#: Seconds for which a process lets others go first, after many hand-offs inside it.
 GIVE_WAY = 0.1
 #: Seconds for which a caller behind the first one relies on the answer that the first one got.
 YOUNG = 1.0
-#: Callers behind the first one, each of whom looks once a second or two whether that one goes on; more look less often.
+#: Up to so many callers each look every second or two whether the first one is stuck; more callers look less often.
 FEW = 32
 #: Seconds that the last try of a waiting task waits for a thread.
 LAST = 0.25
 
 
 def acquire(lease: Holding, timeout: float | None) -> None:
-    """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
+    """Acquire the lock of the pending *lease* within *timeout* seconds; None: no limit, -1: TIMEOUT of the alias.
 
-    If the lease has a *stop*, there is no timeout: the wait ends within a second after that is set.
-    LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
+    If the lease has a *stop*, there is no timeout: the wait ends within a second after *stop* is set.
+    LockNotAcquired if the lock is busy until then; LockBackendError, LockDeadlock.
     """
     backend, came, start = lease.backend, clock.wait_time(), clock.lease_time()
     if timeout == -1:
@@ -159,8 +159,8 @@ def _may_ask_at_once(lease: Holding) -> bool:
     backend = lease.backend
     if backend.waiting.in_line:
         if (line := lease.line) in backend.queue.turns.wanted:
-            return False  # others may be let go first
-        # First, because an asynchronous exception may come between the two.
+            return False  # other processes may have to go first
+        # Set before setdefault(), because an asynchronous exception may come between the two.
         lease.in_line_as = lease.ref
         if backend.queue.lines.setdefault(line, lease.ref) is not lease.ref:
             lease.leave_line()
@@ -183,7 +183,7 @@ def _tell_acquired(lease: Holding, waited: float, attempt: Attempt | None) -> No
     lease.announce(
         lock_acquired, lease=lease, waited=waited, requests=requests, waited_for=waited_for
     )
-    lease.check()  # a receiver may have been slow, or have released it
+    lease.check()  # a receiver may have been slow, or have released the lease
 
 
 def _end(attempt: Attempt, error: BaseException) -> None:
@@ -224,7 +224,7 @@ class Try(NamedTuple):
 
     start: float
     is_first: bool
-    #: Whether no time is left for another one.
+    #: Whether no time is left for another try.
     is_last: bool
 
 
@@ -242,12 +242,12 @@ class Calls(NamedTuple):
 
     @classmethod
     def of(cls, backend: BaseLockBackend, prefix: str = "") -> Calls:
-        """Return the verbs of *backend* whose names begin with *prefix*: "a" for those that are awaited."""
+        """Return the verbs of *backend*; *prefix* is "a" for the verbs that are awaited."""
         return cls(*(getattr(backend, f"{prefix}{verb}") for verb in cls._fields))
 
 
 class Attempt:
-    """One attempt to get one lease, once it was refused, or if others of this process came first."""
+    """One attempt to get one lease, after a refused first try, or behind other callers of this process."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Attempt:
         self.wait = wait
         self.calls: Any = calls
         self.bell: Any = bell
-        #: How often the server was asked, without those that wait for a wake-up.
+        #: How many requests were sent to the server, without waits for a wake-up.
         self.requests = 0
         self.busy = _UNKNOWN
         #: The last holder that the server has named.
@@ -271,7 +271,7 @@ class Attempt:
         self._limit = lease.request.limit
         self._waiting = backend.waiting if self._limit is None else backend.waiting.for_places()
         self._way = self._waiting.way
-        #: The line of this process for the lock.
+        #: The key of the local queue.
         self._line = lease.line
         self._came = wait_graph.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
@@ -283,7 +283,7 @@ class Attempt:
         return self.lease.request
 
     def steps(self, start: float, answer: Answer | None) -> Steps[Act, None]:
-        """Go on after the first *answer*, to a try begun at *start*; None: others of this process came first."""
+        """Continue after the first try, begun at *start*, and its *answer*; None: other callers here came first."""
         if self.lease.in_line_as is self.lease.ref:
             self.lease.in_line_as = self.bell
             self.backend.queue.stay(self._line, self.lease.ref, self.bell)
@@ -313,12 +313,12 @@ class Attempt:
             this = self._begin_try(is_first=False)
         while not (yield from self._is_granted(this, answer)):
             answer = None
-            # Even if the wait was ended by the timeout, try once more: the lock may have come free meanwhile.
+            # Even if the timeout ended the wait, try once more: the lock may have come free meanwhile.
             this = self._begin_try(is_first=False)
 
     def _is_granted(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
         """Try once, and wait if the lock is not granted; return whether it is."""
-        # Others at work on the same rows or connections do not have the lock: ask again.
+        # Contended, NotSent: others use the same rows or connections, but need not have the lock, so try again.
         try:
             if (yield from self._try(this, answer)):
                 return True
@@ -332,16 +332,16 @@ class Attempt:
         return False
 
     def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
-        """Return *act* as one in which this caller waits, and asks the server for nothing."""
+        """Return *act* with *args*, and note that this caller now waits and has no request under way."""
         self.lease.is_resting = True
         return partial(act, *args)
 
-    # The line of this process.
+    # The local queue.
 
     def _take_turn(self) -> Steps[Act, None]:
         queue, line = self.backend.queue, self._line
         is_in_order = self._waiting.is_in_order
-        # A single try stands in nobody's way.
+        # A single try joins the queue only if it must wait for its turn: otherwise it delays no other caller.
         waits = is_in_order and queue.waiters(line) > 0
         stands = not self.wait.is_over or queue.held_by(line) is not None or waits
         if stands:
@@ -354,14 +354,14 @@ class Attempt:
             yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
 
     def _stand_behind(self) -> Steps[Act, None]:
-        """Wait behind others of this process, until it is our turn to ask the server, or no time is left."""
+        """Wait in the local queue until it is our turn to ask the server, or no time is left."""
         queue, line = self.backend.queue, self._line
         while not self._has_turn():
             if self.wait.is_over:
                 yield from self._look_without_turn()
                 return
             self._begin_to_wait()
-            # Somebody looks some dozens of times a second at most, however many wait.
+            # With FEW callers or more, all together look about FEW times in one or two seconds.
             share = max(1.0, queue.waiters(line) / FEW)
             seconds = share * random.uniform(SILENT, 2 * SILENT)  # noqa: S311 - to differ is enough
             yield self._rest(self.bell.wait, self.wait.bounded(seconds))
@@ -375,18 +375,18 @@ class Attempt:
             self.lease.queue_as(queued.waiter)
             self.on_server = OnServer.POSITION
             if self._waiting.queueing is Queueing.ENQUEUE:
-                with suppress(Contended, NotSent):  # after a try, it is enqueued again
+                with suppress(Contended, NotSent):  # enqueue() is called again after the next try
                     yield from self._enqueue()
 
     def _has_turn(self) -> bool:
-        """Return whether to ask the server; LockBackendError if those who asked before were told that it fails."""
+        """Return True if it is our turn to ask the server; LockBackendError if it failed for the callers before us."""
         queue, line = self.backend.queue, self._line
         if (failure := queue.failure(self.bell)) is not None:
             raise failure
         return queue.has_turn(line, self.bell) or queue.pass_over(line, self.bell)
 
     def _was_passed_over(self) -> bool:
-        """Return whether another caller of this process has taken our turn, as we were silent for too long."""
+        """Return True if another caller of this process has taken our turn, because we were silent for too long."""
         is_in_line = self.lease.in_line_as is not None
         if not is_in_line or not self.backend.queue.was_passed_over(self._line, self.bell):
             return False
@@ -394,18 +394,18 @@ class Attempt:
             # The caller that passed it over may have come before its position.
             self.backend.dequeue_later(self.request)
         self.backend.forget_bell(self.request)
-        self.lease.change_owner()  # the old one may yet be given up, in the background
+        self.lease.change_owner()  # the old owner may yet be given up, in the background
         self.on_server = OnServer.NOTHING
         return True
 
     def _look_without_turn(self) -> Steps[Act, None]:
-        """Raise LockNotAcquired, as no time is left, unless the lock is free by now."""
+        """Raise LockNotAcquired, because no time is left, unless the lock is free by now."""
         queue, line = self.backend.queue, self._line
         holder = queue.held_by(line)
         if holder is not None and holder.held:
             self.busy = Busy(holder.request.holder, holder.remaining)
             self._refuse()
-        self.busy = Busy()  # others of this process are before us
+        self.busy = Busy()  # other callers of this process are before us
         answer, busy = queue.answer(line, YOUNG), None
         if answer is not None and answer.limit == self._limit:
             busy = answer.busy
@@ -413,16 +413,16 @@ class Attempt:
             ask = partial(self.calls.probe_all, self.request.holdings)
             busy = first_to_end((yield from self._settled(ask)))
         if busy is None and not self._waiting.is_in_order:
-            self.lease.leave_line()  # it asks without the turn
+            self.lease.leave_line()  # the last try does not need the turn
             return
         if busy is None and answer and answer.limit and self._limit and answer.limit < self._limit:
-            # A place is free that the first caller does not want: its limit is lower.
+            # The first caller does not want the free place, because its limit is lower.
             busy, self._limit = answer.busy, answer.limit
         self.busy = busy or self.busy
         self._refuse()
 
     def _leave_queues(self) -> Steps[Act, None]:
-        """Leave nothing that others would take for a waiter, before the caller is told that its time is over."""
+        """Leave the local queue and the server's before LockNotAcquired is raised, so that no other waits behind us."""
         lease, line = self.lease, self._line
         queued: Request | None = None
         if self._waiting.position_is_grant and self.on_server is OnServer.POSITION:
@@ -449,12 +449,12 @@ class Attempt:
         return Try(clock.lease_time(), is_first, is_last=self.wait.is_over)
 
     def _expect(self, seconds: float) -> None:
-        """Note for the others in the line how many seconds this caller may be silent for."""
+        """Note for the others in the local queue how many seconds this caller may be silent."""
         if self.bell.may_stall and self.lease.in_line_as is not None:
             self.backend.queue.expect(self._line, self.bell, seconds, self.request.owner)
 
     def _try(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
-        """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
+        """Return True if the lease is granted; LockNotAcquired if there was only time for this try."""
         by_trying = self._limit is None and self._waiting.queueing is Queueing.BY_TRYING
         queued = (by_trying and not this.is_last) or self.on_server is OnServer.POSITION
         if by_trying and queued and self.lease.in_line_as is not None:
@@ -467,7 +467,7 @@ class Attempt:
             self._note_refusal(answer, queued=queued)
         elif self._accepts(answer, this):
             return True
-        # A server that let it wait has looked until the last moment.
+        # A server that lets requests wait has looked until the last moment.
         if this.is_last or (self._waits_on_server(this) and self.wait.is_over):
             self._refuse()
         if isinstance(answer, Grant):
@@ -484,19 +484,19 @@ class Attempt:
             self.backend.queue.refused(self._line, busy, self._limit)
 
     def _accepts(self, granted: Grant, this: Try) -> bool:
-        """Become held, unless the lease is past its deadline already, or was passed over."""
+        """Let the lease become held, unless its deadline has passed already, or another caller has taken our turn."""
         queue, line = self.backend.queue, self._line
         if self.lease.in_line_as is None:
             return registry.grant(self.lease, granted, this.start)
         if not queue.keeps_turn(line, self.bell):
             return False
-        queue.note_queued(line, None)  # the server has ended its position with the grant
+        queue.note_queued(line, None)  # the grant has ended the position in the server's queue
         return registry.grant(self.lease, granted, this.start)
 
     def _give_back(self) -> Steps[Act, None]:
-        """Give back a grant that is not accepted; ask as another owner from now on: the server may know that this one gave it back."""
+        """Give back a grant that is not accepted, and use a new owner: the server may have recorded the old one as released."""
         yield from self._settled(partial(self.calls.abandon, self.request))
-        if self.lease.is_granted:  # not that it was: it was abandoned meanwhile
+        if self.lease.is_granted:  # its state is not PENDING: abandon() was called meanwhile
             raise LockNotHeld(self.lease.name)
         self.backend.forget_bell(self.request)
         self.lease.change_owner()
@@ -508,7 +508,7 @@ class Attempt:
     def _ask(
         self, this: Try, failed: LockBackendError | None, *, queued: bool
     ) -> Steps[Act, Grant | Busy]:
-        """Ask, or ask again after the first try *failed*: the same owner gets the same grant."""
+        """Send a try, or repeat the first try, which *failed*: the same owner gets the same grant."""
         if self.backend.waiting.way is Way.LOOK and not this.is_first:
             busy: Busy | None = yield from self._settled(partial(self.calls.probe, self.request))
             if busy is not None:
@@ -524,7 +524,7 @@ class Attempt:
             answer = yield from self._settled(ask, failed, this.start)
         except LockBackendError as error:
             if not isinstance(error, LockOutcomeUnknown):
-                # It did not reach the server, which has what it had before.
+                # The request did not reach the server, which has what it had before.
                 self.on_server = OnServer.POSITION if had_position else OnServer.NOTHING
                 if self.lease.in_line_as is not None and not had_position:
                     self.backend.queue.note_queued(self._line, None)
@@ -543,7 +543,7 @@ class Attempt:
         return answer
 
     def _ask_places(self, this: Try, answer: Answer | None) -> Steps[Act, Grant | Busy]:
-        """Look at all places, and ask for those that are free, from a random one on; return whose lease ends first."""
+        """Probe all places, and try the free ones, from a random one on; return the Busy that ends first if all are taken."""
         if isinstance(answer, LockBackendError):
             answer = yield from self._ask(this, answer, queued=False)
             if isinstance(answer, Grant):
@@ -565,7 +565,7 @@ class Attempt:
                 try:
                     answer = yield from self._ask(again, None, queued=had_position)
                 except Contended:
-                    answer = _UNKNOWN  # others are at work on this place
+                    answer = _UNKNOWN  # other clients work on the rows of this place
                 if isinstance(answer, Grant):
                     return Grant(answer.token, answer.start or start)
                 self.on_server = OnServer.POSITION if had_position else OnServer.NOTHING
@@ -576,9 +576,9 @@ class Attempt:
     def _settled(
         self, ask: Act, failed: LockBackendError | None = None, began: float = 0.0
     ) -> Steps[Act, Any]:
-        """Send the request, and once more if its reply is lost. *failed*, *began*: of a first time already over.
+        """Send the request, and once more if its reply is lost. *failed*, *began*: error and start of a first attempt already made.
 
-        The first time may have taken long, as on a connection that a router has forgotten, if as much time is left.
+        The first attempt may have taken long, as on a connection that a router has forgotten, if as much time is left.
         """
         if failed is None:
             began = clock.lease_time()
@@ -602,12 +602,12 @@ class Attempt:
         if waiting.polls and self.lease.in_line_as is not None:
             queue.turns.refused(self._line)
         had_position = self.on_server is OnServer.POSITION
-        # For any place of a lock, this alone keeps a position in the queue; for one lock, a try keeps it.
+        # enqueue() keeps a position for any place of a lock; a position for a lock without a limit is kept by tries.
         if waiting.queueing is not Queueing.NONE and (not had_position or self._limit is not None):
             queue.note_queued(self._line, self.request)
             yield from self._enqueue()
             if not had_position:
-                return  # The next try follows at once: a release may have slipped in.
+                return  # The next try follows at once, because the lock may have been released before enqueue().
         self._begin_to_wait()
         if self._way is not Way.ON_SERVER:
             seconds = waiting.pause(self.wait, self.busy)
@@ -615,7 +615,7 @@ class Attempt:
             yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
 
     def _enqueue(self) -> Steps[Act, None]:
-        """Stand in the server's queue, or stay there; Contended or NotSent if we do not."""
+        """Take or keep a position in the server's queue; Contended or NotSent if we have none."""
         self.on_server = OnServer.POSITION
         try:
             yield from self._settled(partial(self.calls.enqueue, self.request, self.bell))
@@ -624,17 +624,17 @@ class Attempt:
             raise
 
     def _begin_to_wait(self) -> None:
-        """Be known to wait; LockDeadlock if it would be for ourselves."""
+        """Enter this caller in the wait graph; LockDeadlock if it would wait for itself."""
         if self._has_waited:
             return
         self._has_waited = True
         self._refuse_to_wait_for_oneself()
         lease, is_reader = self.lease, self.request.shared
-        # With a limit, there may always be another holder, who goes on.
+        # With a limit, there is no deadlock: another holder may always go on.
         if self._limit is None and (caller := lease.caller) is not None:
             since = None
             if self._waiting.writers_first and not is_reader:
-                # All readers in a line that it began are behind it.
+                # All readers in a local queue that we began are behind us.
                 since = 0 if self._was_first else wait_graph.arrive()
             lock, came = _lock_of(lease), self._came
             self._waiter = Waiter(lease.name, lock, caller, is_reader, self.wait, came, since)
@@ -645,9 +645,9 @@ class Attempt:
             wait_graph.end(self._waiter)
 
     def _give_others_time(self, error: Contended | NotSent, this: Try) -> Act:
-        """Return the pause in which others at work go on; once no time is left, raise *error*, which says so.
+        """Return the pause after *error*; once no time is left, raise *error*.
 
-        A try that was never sent changes nothing of what those before it were told.
+        If the last try was not sent, but an earlier one was refused, raise LockNotAcquired instead.
         """
         was_not_sent = isinstance(error, NotSent)
         if this.is_last or (was_not_sent and self.wait.is_over):
@@ -658,7 +658,7 @@ class Attempt:
         return self._rest(self.bell.wait, self.wait.next_pause())
 
     def _refuse_to_wait_for_oneself(self) -> None:
-        """Raise LockDeadlock to code that would wait for what its own thread does: a signal handler, a finalizer, a task of trio."""
+        """Raise LockDeadlock if this code, a signal handler, a finalizer or a task of trio, would wait for its own thread."""
         lease = self.lease
         mine = held_here(lease.using, lease.request.lock_key)
         changing = [_lock_of(each) for each in mine if each is not lease and each.is_changing_here]
@@ -683,7 +683,7 @@ class Attempt:
         )
 
     def abandon(self) -> None:
-        """Leave nothing: what the server has, or may have, is given back in the background.
+        """Give up: release in the background what the server has granted, or may have.
 
         Safe to call twice; the second call finishes what an asynchronous exception interrupted.
         """

@@ -22,7 +22,7 @@ _RECEIVERS = ("receivers",)
 def send(signal: Signal, sender: Hashable, **facts: Any) -> None:
     """Send *signal* to its receivers; Django logs their errors.
 
-    In an event loop it is sent by a background thread: a receiver may block, and the one thread in which
+    In an event loop, a background thread sends the signal: a receiver may block, and the one thread in which
     Django runs synchronous code may be waiting for this lock.
     """
     if not signal.has_listeners(sender):
@@ -35,7 +35,7 @@ def send(signal: Signal, sender: Hashable, **facts: Any) -> None:
 
 
 def wait_for_receivers(seconds: float) -> None:
-    """Return once what was sent before in event loops has been received, or after so many *seconds*."""
+    """Wait until all signals sent before in event loops have been received, for at most *seconds*."""
     received = Event()
     background.submit(_RECEIVERS, received.set)
     received.wait(seconds)

@@ -45,7 +45,7 @@ TRIES = 4
 WAITS = 64
 #: Seconds that a try without a timeout of its own waits for a free thread.
 PATIENCE = 2.0
-#: Those of kept_task() that are not done.
+#: The tasks of kept_task() that are not done.
 _tasks: set[asyncio.Task[Any]] = set()
 
 
@@ -59,7 +59,7 @@ class Background:
         """Drop all jobs and threads: a parent's threads do not exist in a forked child."""
         self._mutex = section()
         self._clock = _Clock()
-        # All jobs by lane, the lane that has waited longest first; and the lanes that a thread works at.
+        # The jobs by lane, the lane that has waited longest first; and the lanes on which a thread works.
         self._lanes: dict[Hashable, deque[Callable[[], object]]] = {}
         self._busy: set[Hashable] = set()
         self._has_work = threading.Condition(self._mutex)
@@ -68,7 +68,7 @@ class Background:
     def at(self, due: float, job: Callable[[], object]) -> bool:
         """Run *job* in the clock thread at *due* (lease time); it must not block.
 
-        Return False if there is no such thread now, and none can be started: the next call starts it.
+        Return False if the clock thread does not run and cannot be started: the next call starts it.
         Finalizers, which run at any moment in any thread, may call this, but no other method here.
         """
         return self._clock.add(due, job)
@@ -80,7 +80,7 @@ class Background:
             return
         with self._mutex:
             try:
-                # In one step, because an asynchronous exception may interrupt this between two.
+                # One step, because an asynchronous exception may come between two steps.
                 self._lanes.setdefault(lane, deque()).append(job)
                 self._find_worker()
             except BaseException:
@@ -107,7 +107,7 @@ class Background:
     def _find_worker(self) -> None:
         if self._idle:
             self._has_work.notify()
-        # An idle thread that was woken before may not have taken its lane yet.
+        # Count lanes, because an idle thread that was woken before may not have taken its lane yet.
         if len(self._free()) > self._idle and self._workers < WORKERS:
             try:
                 start_daemon(self._work, "distlock-io")
@@ -183,7 +183,7 @@ class _Clock:
             warn("No thread to extend leases, tried again with the next one: %s", error)
             return False
         except BaseException:
-            # An asynchronous exception may have stopped the start: one thread too many is better than none.
+            # An asynchronous exception may have stopped the start: one thread too many is better than no thread.
             self._is_running = False
             raise
         return True
@@ -230,7 +230,7 @@ def start_daemon(target: Callable[[], object], name: str) -> None:
 
 
 def kept_task(coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-    """Start *coroutine* as a task that goes on if nothing refers to it any more: event loops keep weak references only."""
+    """Start *coroutine* as a task, and keep a reference to the task, because event loops keep only weak ones."""
     task = asyncio.create_task(coroutine)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
@@ -249,7 +249,7 @@ background = Background()
 
 
 class Alarm:
-    """Runs *job* in the clock thread at the earliest time given to at(), and then waits for the next at()."""
+    """Runs *job* in the clock thread at the earliest time that at() got, and then waits for the next at()."""
 
     def __init__(self, job: Callable[[], object]) -> None:
         self._job = job
@@ -261,7 +261,7 @@ class Alarm:
         """Run the job at *due* (lease time), unless it already runs earlier."""
         with self._mutex:
             if due < self.due and background.at(due, partial(self._ring, due)):
-                # A finalizer may have set an earlier time during the call. Not min(): that could be interrupted too.
+                # A finalizer may have set an earlier time during the call. Not min(), which could be interrupted, too.
                 self.due = due if due < self.due else self.due  # noqa: FURB136
 
     def _ring(self, due: float) -> None:
@@ -275,7 +275,7 @@ class Alarm:
 class VerbThreads:
     """The threads in which the verbs of one backend run for asyncio: some for tries, others for releases.
 
-    So a release never waits behind the tries that wait for it.
+    So a release never waits for a thread behind the tries that wait for that release.
     """
 
     def __init__(self, alias: str) -> None:
@@ -293,7 +293,7 @@ class VerbThreads:
     async def run_try(
         self, request: Request, verb: Callable[[], _T], left: float | None = 0.0
     ) -> _T:
-        """Run *verb* as a try; jobs given to after() wait for its end.
+        """Run *verb* as a try of *request*; jobs of after() wait for the end of the try.
 
         NotSent if all threads are busy for *left* seconds; None: no limit, 0: PATIENCE.
         """
@@ -314,7 +314,7 @@ class VerbThreads:
                 async with timeout(PATIENCE if left == 0 else left):
                     await asyncio.wait([awaited])
             except TimeoutError:
-                if future.cancel():  # it has not begun
+                if future.cancel():  # no thread has begun it
                     problem = "other tasks keep all threads that take locks busy: the request was not sent in time"
                     raise NotSent(self._alias, problem) from None
             except asyncio.CancelledError:

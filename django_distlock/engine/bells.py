@@ -16,9 +16,9 @@ SAME = 1.0
 
 
 class Bell(Protocol):
-    """Can be rung from any thread; a ring before the wait is not lost."""
+    """A waiter sleeps on it until any thread rings it; a ring before the wait is not lost."""
 
-    #: Whether other code may keep the waiter from going on: what blocks its event loop.
+    #: Whether other code may keep the waiter from going on, by blocking its event loop.
     may_stall: bool
 
     def ring(self) -> bool:
@@ -28,8 +28,8 @@ class Bell(Protocol):
 class ThreadBell:
     """A bell for a thread.
 
-    It is a plain lock, which is free after a ring. It is written in C, so an asynchronous exception can end
-    the wait at any moment without leaving it half done.
+    The bell is a plain lock, which is free after a ring. Locks are written in C, so an asynchronous exception
+    can end the wait at any moment without leaving it half done.
     """
 
     may_stall = False
@@ -39,7 +39,7 @@ class ThreadBell:
         self._silence.acquire()
 
     def ring(self) -> bool:
-        with contextlib.suppress(RuntimeError):  # it has rung already
+        with contextlib.suppress(RuntimeError):  # the bell has rung already
             self._silence.release()
         return True
 
@@ -72,7 +72,7 @@ class TaskBell:
             async with timeout(seconds):
                 await self._event.wait()
         except TimeoutError:
-            # A late event loop may have found both at once.
+            # A late event loop may have found the ring and the timeout at once.
             return self._event.is_set()
         finally:
             self._event.clear()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_loss_in_group(error: BaseException | None, lease: Lease) -> bool:
-    """Return whether *error* is an exception group, as of a TaskGroup, with nothing but the loss of *lease*."""
+    """Return True if *error* is an exception group, as of a TaskGroup, with only the loss of *lease* in it."""
     return isinstance(error, BaseExceptionGroup) and all(
         is_loss_in_group(each, lease)
         or (isinstance(each, LockNotHeld) and each.name == lease.name and lease.lost)
@@ -22,21 +22,21 @@ def is_loss_in_group(error: BaseException | None, lease: Lease) -> bool:
 
 
 class Cancelling:
-    """One block. It is an ``asyncio.timeout()`` that ends when the lease does, so its rules for cancellation are kept."""
+    """One block: an ``asyncio.timeout()``, with its rules for cancellation, that ends when the lease does."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
 
     async def begin(self) -> None:
-        """Begin in the task that will run the body; nothing has to be undone if the body never begins."""
+        """Begin in the task that will run the body; if the body never begins, nothing need be undone."""
         await self._timeout.__aenter__()
 
     def watch(self, lease: Lease) -> None:
         lease.on_lost(self._on_lost)
 
     async def end(self, lease: Lease, *error: Any) -> LockNotHeld | None:
-        """End the block, of whose body *error* has come out; return the loss that is to be raised instead, if any."""
+        """End the block, whose body has raised *error*; return the loss to raise instead, or None."""
         lease.off_lost(self._on_lost)
         is_loss = is_loss_in_group(error[1], lease)
         try:
@@ -51,7 +51,7 @@ class Cancelling:
         return None
 
     def _on_lost(self, reason: str) -> None:
-        """Called by the thread that notices the loss; the loop may be closed by then."""
+        """Cancel the body; called by the thread that notices the loss, when the loop may be closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 

@@ -38,7 +38,7 @@ class HeldBy(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One attempt that blocks its caller; *came* is the number from arrive() of a reader."""
+    """One attempt that blocks its caller; for a reader, *came* is its number from arrive()."""
 
     name: str
     lock: LockId
@@ -46,18 +46,18 @@ class Waiter:
     shared: bool
     wait: Wait
     came: int = 0
-    #: The number from arrive() of a writer: readers with later numbers are served after it.
+    #: A writer's number from arrive(): readers with later numbers are served after this writer.
     ahead_since: int | None = None
-    #: The connection of the caller's transaction in which the lock is to be held; None: as a lease.
+    #: The connection of the caller's transaction that is to hold the lock; None: a lease is to hold it.
     transaction: object | None = None
 
 
 class WaitGraph:
-    """The callers that wait. Holders are looked up only when a caller begins to wait."""
+    """The callers that wait for locks. Holders are looked up only when a caller begins to wait."""
 
     def __init__(self) -> None:
         self._arrivals = itertools.count(1)
-        #: Functions that return the locks that are held without a lease.
+        #: Functions that return the locks held without a lease.
         self.other_holders: list[Callable[[], Iterator[tuple[LockId, HeldBy]]]] = []
         self.forget()
 
@@ -70,9 +70,9 @@ class WaitGraph:
         return next(self._arrivals)
 
     def begin(self, waiter: Waiter) -> None:
-        """Note that *waiter* waits; LockDeadlock if a caller that it waits for waits for its caller.
+        """Note that *waiter* waits; LockDeadlock if a caller that it waits for waits for the caller of *waiter*.
 
-        It is enough to check when a wait begins: a caller that has just acquired a lock waits for none.
+        Checking when a wait begins is enough, because a caller that has just acquired a lock waits for none.
         """
         with self._mutex:
             self._waiting[waiter.caller] = waiter
@@ -89,7 +89,7 @@ class WaitGraph:
                 del self._waiting[waiter.caller]
 
     def _reason_against(self, waiter: Waiter) -> str | None:
-        """Return the reason why *waiter* would wait for ever; None if it would not."""
+        """Return why *waiter* would wait for ever; None if it would not."""
         in_transactions = [held for tell in self.other_holders for held in tell()]
         if len(self._waiting) == 1 and not in_transactions and waiter.transaction is None:
             return None
@@ -109,9 +109,8 @@ class WaitGraph:
     def _ahead(self, waiter: Waiter, holders: dict[LockId, list[HeldBy]]) -> Iterator[Caller]:
         """Return the callers that *waiter* waits for.
 
-        Its own caller is one of them if its transaction holds the lock that it now wants as a lease or in
-        another transaction, or the other way round. It is none if it holds a lease and wants one: another
-        thread may release for it.
+        The caller waits for itself if one of the two is a transaction's lock and the other is not, or is another
+        transaction's: it cannot release while it waits. With two leases, another thread may release the first.
         """
         for holder in holders.get(waiter.lock, ()):
             is_alike = holder.transaction is waiter.transaction
@@ -128,7 +127,7 @@ class WaitGraph:
     def _holders(self, otherwise: Iterable[tuple[LockId, HeldBy]]) -> dict[LockId, list[HeldBy]]:
         found = defaultdict[LockId, list[HeldBy]](list)
         for lease in registry.leases():
-            # A lease that was handed on is released by other code.
+            # Other code releases a lease without caller, which was handed on.
             if (caller := lease.caller) is not None and lease.is_kept:
                 lock = LockId(lease.backend.location, lease.request.key)
                 found[lock].append(HeldBy(caller, lease.request.shared))

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 BATCH = 500
 _NEWER = "a later holder has claimed this data"
 _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before reading it"
-#: What reads the rows of values() and values_list().
+#: The iterables of values() and values_list().
 _VALUES = ValuesIterable, ValuesListIterable, FlatValuesListIterable
 
 
@@ -53,7 +53,7 @@ class Claim:
         return cls(lease.name, lease.checked_token())
 
     def mark(self, row: _T) -> _T:
-        """Return *row*, an instance that remembers this claim from now on; StaleFencingToken if it was not claimed."""
+        """Note this claim on the instance *row*, and return that; StaleFencingToken if the row was not claimed."""
         if _fence(type(row)) is None:
             msg = f"A claimed queryset cannot protect a {type(row).__name__}: it has no fence."
             raise TypeError(msg)
@@ -67,7 +67,7 @@ class Claim:
         """Call *write*, which saves *instance*, if its fence is our token."""
         rows, key = _rows_for(instance, **kwargs), _written_key(instance)
         with transaction.atomic(using=rows.db):
-            # This locks the row that has the fence until it is written.
+            # The row with the fence stays locked until it is written.
             if key is not None and not _pass_fences(self, rows, [key]):
                 kwargs = _with_insert(instance, kwargs)
             instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
@@ -86,7 +86,7 @@ class Claim:
 
 
 def claim(lease: Holding, target: Any) -> Any:
-    """Raise the fences of *target*, an instance or a queryset, and return it read again."""
+    """Raise the fences of *target*, an instance or a queryset, and return it reloaded."""
     mine = Claim.of(lease)
     if isinstance(target, models.QuerySet):
         return _claim_rows(mine, target)
@@ -98,7 +98,7 @@ def claim(lease: Holding, target: Any) -> Any:
 
 
 def read_again(lease: Holding, instance: models.Model) -> None:
-    """Read all fields of *instance* again; one with a fence is claimed by that, if nobody shares the lease."""
+    """Reload all fields of *instance*; if its model has a fence and the lease is exclusive, claim it, too."""
     claims = _fence(instance._meta.model) is not None and not lease.request.shared
     mine = Claim.of(lease) if claims else None
     with _claimed_row(instance, mine) as row:
@@ -109,10 +109,10 @@ def read_again(lease: Holding, instance: models.Model) -> None:
 
 @contextmanager
 def _claimed_row(instance: models.Model, claim: Claim | None) -> Iterator[models.QuerySet[Any]]:
-    """Give the row of *instance*, to be read in a transaction that has raised its fence, if there is a *claim*."""
-    # Not its type: a lazy instance, such as request.user, has another one.
+    """Yield the row of *instance* in a transaction, which has raised the row's fence if there is a *claim*."""
+    # Not type(instance): a lazy object, such as request.user, has another type.
     model = instance._meta.model
-    # No manager: it may hide the row, or join what cannot be locked.
+    # Not by a manager, which may hide the row, or join tables that cannot be locked.
     rows: models.QuerySet[Any] = models.QuerySet(model, using=written_database(instance))
     mine = rows.filter(pk=instance.pk)
     if claim is not None:
@@ -127,7 +127,7 @@ def _claimed_row(instance: models.Model, claim: Claim | None) -> Iterator[models
 
 
 def _read(instance: models.Model, rows: models.QuerySet[Any]) -> None:
-    """Read all columns of *instance* again from *rows*, also those that were deferred."""
+    """Reload all columns of *instance* from *rows*, also deferred ones."""
     deferred = instance.get_deferred_fields()
     read: Any = instance.refresh_from_db
     if "from_queryset" not in signature(read).parameters:  # a method from before Django 5.1
@@ -139,12 +139,12 @@ def _read(instance: models.Model, rows: models.QuerySet[Any]) -> None:
 
 
 class _Claimed(models.QuerySet[Any]):
-    """A claimed queryset: its instances remember the claim, whichever iterable makes them.
+    """A claimed queryset: its instances remember the claim, with any iterable class.
 
-    Python calls the operators of the right side first, as its class is a subclass of the left side's.
+    Of ``left & right``, Python first calls the method of *right*, if its class is a subclass of *left*'s.
     """
 
-    #: The class of the queryset that was claimed, and its claim.
+    #: The class of the original queryset, and the claim.
     _distlock: ClassVar[tuple[type[Any], Claim]]
 
     def __rand__(self, other: Any) -> Any:
@@ -198,10 +198,10 @@ def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet
         keys = _keys(rows)
         for batch in batches(keys, BATCH):
             _pass_fences(claim, rows, batch, claims=True)
-    # By key: other rows may match by now, whose fences were not raised.
+    # Select by key: other rows, whose fences were not raised, may match by now.
     rows.query.clear_limits()
-    rows.query.clear_deferred_loading()  # what is read later may be of a later holder
-    # Without a transaction, Django would refuse to read them.
+    rows.query.clear_deferred_loading()  # a column that is read later may be a later holder's
+    # Without a transaction, Django would refuse to read rows with select_for_update().
     rows.query.select_for_update &= is_in_transaction
     claimed: models.QuerySet[Any] = _as_claimed(
         rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys}), claim
@@ -211,11 +211,11 @@ def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet
         and connection.vendor == "mysql"
         and connection.isolation_level != "read committed"
     ):
-        # As for an instance. The other servers refuse the claim if their snapshot is older.
+        # FOR UPDATE, as for an instance. Other servers refuse the claim if the snapshot is older.
         claimed = claimed.select_for_update()
-        for row in claimed:  # read now: after the transaction Django would refuse to
+        for row in claimed:  # read now: after the transaction Django would refuse to read
             if rows._iterable_class is not ModelIterable and isinstance(row, models.Model):
-                # An iterable of its own may have read columns by statements of its own.
+                # A custom iterable may have read columns by separate statements.
                 _read(row, models.QuerySet(type(row), using=rows.db).select_for_update())
     return claimed
 
@@ -235,23 +235,23 @@ def update(lease: Holding, queryset: models.QuerySet[Any], values: dict[str, Any
     with transaction.atomic(using=rows.db):
         for keys in batches(_keys(rows), BATCH):
             _pass_fences(Claim.of(lease), rows, keys)
-            # Filter again: only now can no other holder change these rows.
+            # Filter again, because other holders could change these rows until now.
             updated += rows.filter(**{f"{key}__in": keys}).update(**values)
     return updated
 
 
 def fenced(model: type[models.Model], using: str) -> models.QuerySet[Any]:
-    """Return the rows that have the fences of *model*, except those that were never claimed."""
+    """Return the rows with the fences of *model*, except rows that were never claimed."""
     return models.QuerySet(_owner(model), using=using).exclude(fence=0)
 
 
 def _pass_fences(
     claim: Claim, rows: models.QuerySet[Any], keys: Sequence[Any], *, claims: bool = False
 ) -> int:
-    """Write our token into the fences with these keys, and return the number of them.
+    """Write our token into the fences with these keys, and return how many rows that were.
 
-    Raise StaleFencingToken if one has another token or, for a claim, a later one.
-    One statement compares and writes, on the table that has the fence. Django itself would first
+    Raise StaleFencingToken if a fence has another token or, for a claim, a later token.
+    One statement compares and writes, on the table with the fence. Django itself would first
     read the keys, and then update a column of a parent model without comparing.
     """
     token = claim.token
@@ -259,7 +259,7 @@ def _pass_fences(
     fences = owned.filter(pk__in=keys)
     ours = fences.filter(fence__lte=token) if claims else fences.filter(fence=token)
     passed = ours.update(fence=token)
-    if passed < len(keys):  # the others have another fence, or were deleted
+    if passed < len(keys):  # the other rows have another fence, or were deleted
         fence = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))["highest"]
         if fence is not None:
             problem = _NEWER if fence > token else _UNCLAIMED
@@ -274,7 +274,7 @@ def _fence(model: Any) -> Any:
 
 
 def _owner(model: type[models.Model]) -> type[Any]:
-    """Return the model whose table has the fence: *model* or one of its parents; TypeError if there is none."""
+    """Return the model whose table has the fence: *model* or one of its parents; TypeError without a fence."""
     if fence := _fence(model):
         owner: type[Any] = fence.model
         return owner
@@ -282,7 +282,7 @@ def _owner(model: type[models.Model]) -> type[Any]:
 
 
 def _check_can_protect(model: type[models.Model], using: str) -> None:
-    """Raise an error if nothing would protect a claimed row: no fence, or neither our save() nor a transaction."""
+    """Raise an error if a claimed row would not be protected: no fence, or neither our save() nor a transaction."""
     if not hasattr(_owner(model), "must_be_claimed") and connections[using].get_autocommit():
         msg = (
             f"This {model._meta.label} has no save() that compares the fence, as in a migration: "
@@ -292,7 +292,7 @@ def _check_can_protect(model: type[models.Model], using: str) -> None:
 
 
 def _shares_key(model: type[models.Model]) -> bool:
-    """Return whether the row of *model* and the row with the fence have the same key."""
+    """Return True if the row of *model* and the row with the fence have the same key."""
     path = model._meta.get_path_to_parent(_owner(model))
     return all(step.join_field.primary_key for step in path)
 
@@ -307,13 +307,13 @@ def _keys(rows: models.QuerySet[Any]) -> list[Any]:
 def _rows_for(
     instance: models.Model, using: str | None = None, **_others: Any
 ) -> models.QuerySet[Any]:
-    """Return the rows among which *instance* is written, with these arguments of save() or delete()."""
+    """Return all rows of the model in the database to which save() or delete() with these arguments writes."""
     model = instance._meta.model
     return models.QuerySet(model, using=using or written_database(instance))
 
 
 def _written_key(instance: models.Model) -> Any:
-    """Return the key by which save() writes the row with the fence; None if it has none yet."""
+    """Return the key of the row with the fence that save() will write; None if it has no key yet."""
     owner = _owner(instance._meta.model)
     key = getattr(instance, owner._meta.pk.attname)
     meta: Any = instance._meta
@@ -322,12 +322,12 @@ def _written_key(instance: models.Model) -> Any:
 
 
 def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Make save() insert a row, so that it does not overwrite one that somebody else has just made."""
+    """Return *kwargs* with which save() inserts a row, and does not overwrite a row that somebody else has just made."""
     forced = kwargs.get("force_insert")
     if not (forced or instance._state.adding):
         raise _deleted(instance._meta.model, instance.pk)
     if kwargs.get("force_update") or kwargs.get("update_fields") is not None:
-        return kwargs  # it inserts nothing
+        return kwargs  # save() inserts nothing
     bases = forced if isinstance(forced, tuple) else ()
     return {**kwargs, "force_insert": (*bases, _owner(instance._meta.model))}
 
@@ -346,6 +346,6 @@ def written_database(instance: models.Model) -> str:
 
 
 def _database(queryset: models.QuerySet[Any]) -> str:
-    # A queryset without using() might read from a replica; one of a relation is where its instance is.
+    # A queryset without using() might read from a replica; the hints of a relation name its instance.
     rows: Any = queryset
     return rows._db or router.db_for_write(rows.model, **rows._hints)

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     _Held = TypeVar("_Held", bound=Holding)
 
-#: Returns the backend of an alias. handler.py, which is above the engine, sets it; until then there is none.
+#: Returns the backend of an alias. handler.py, which is above the engine, sets this function.
 backend_of: Callable[[str], BaseLockBackend] = dict[str, "BaseLockBackend"]().__getitem__
 #: Salt of the text that detach() signs.
 SALT = "django_distlock.lease"
 
 
 class TakeOver(NamedTuple):
-    """The request of attach() to a backend: the owner of *request* takes over what *former* holds."""
+    """The request of attach() to a backend: the owner of *request* takes over the lease of *former*."""
 
     backend: BaseLockBackend
     request: Request
@@ -44,7 +44,7 @@ class TakeOver(NamedTuple):
 
 
 def hand_over(lease: Holding, ttl: float | timedelta | None = None) -> str:
-    """Do what Lease.detach() does, for a lock that protects no data of the open transaction."""
+    """Do what Lease.detach() does, without a warning about open transactions."""
     extend = lease.backend.extend
     return run(detaching(lease, ttl), lambda asked: settled(partial(extend, asked)))
 
@@ -73,27 +73,27 @@ def detaching(lease: Holding, ttl: float | timedelta | None) -> Steps[list[Reque
         "limit": request.holder.limit,
         "place": request.place,
     }
-    if lease.backend.keys_vary:  # processes of an earlier release refuse a key
+    if lease.backend.keys_vary:  # only then, because processes of an earlier release refuse a key
         known["key"] = request.lock_key
     return signing.dumps(known, salt=SALT)
 
 
 def name_in(text: str) -> str:
-    """Return the name of the lock whose lease is in *text*; "" if it cannot be read."""
+    """Return the name of the lock whose lease is in *text*; "" if *text* cannot be read."""
     with suppress(signing.BadSignature, UnicodeError):
         return str(signing.loads(text, salt=SALT)["name"])
     return ""
 
 
 def attaching(make: Callable[..., _Held], text: str, purpose: str) -> Steps[TakeOver, _Held]:
-    """Return the lease, held by a new owner; LockLost if it had ended, or another process has attached it."""
+    """Return the lease in *text*, held by a new owner; LockLost if it had ended or was attached before."""
     if not isinstance(text, str):
         what = type(text).__name__
         raise TypeError(f"Lease.attach() takes the text that detach() returned, not {what}.")
     try:
         known = signing.loads(text, salt=SALT)
     except (signing.BadSignature, UnicodeError) as error:
-        # Django's error repeats the end of the text unescaped, and so would the cause.
+        # "from None", as Django's error has the end of the text unescaped.
         raise signing.BadSignature(printable(error)) from None
     backend, former = backend_of(known.pop("using")), Secret(known.pop("owner"))
     token = known.pop("token")

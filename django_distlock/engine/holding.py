@@ -1,4 +1,4 @@
-"""Holding: one holding of a lock, from its request to its end; and what the running code holds."""
+"""Holding: one holding of a lock, from its request to its end; and which leases the running code holds."""
 
 from __future__ import annotations
 
@@ -48,43 +48,43 @@ if TYPE_CHECKING:
     from .bells import Bell
     from .values import Read
 
-    #: Returns a lease, or None if there is none (any more).
+    #: Returns a lease, or None if there is none, or no longer one.
     Known = Callable[[], Any]
     #: Alias and Request.lock_key.
     _Lock = tuple[str, str]
     _Level = dict[_Lock, tuple[Known, ...]]
 
 logger = logging.getLogger("django_distlock")
-#: A lease with less than this part of its ttl left should have been renewed by now.
+#: A lease with less than this part of its ttl left should have been renewed already.
 LATE = 0.5
 #: The reason in LockDeadlock for a thread of sync_to_async().
 UNCLEAR = "the event loop of its holder is blocked, perhaps by the holder itself: does that wait for this thread?"
 #: The states in which there is something to release.
 _TO_RELEASE = State.HELD, State.LOST
-#: A server forgets who has released: asked again much later, it may say that somebody else has the lock.
+#: For settled(): only this answer is sure, because a server forgets after a while which owners have released.
 _is_released = partial(is_, Release.RELEASED)
 _NOWHERE: dict[int, Any] = {}
 
 
 class Holding:
-    """One holding of one lock, as the engine knows it. Users get it as a Lease, which adds their methods."""
+    """One holding of one lock, for the engine. Users get it as a Lease, which adds their methods."""
 
     fencing_token: int | None = None
-    #: What its name was made of, as distributed_lock() was given it: "fee:{account_id}"; "" if that is not known.
+    #: The text from which the name was made, as in distributed_lock("fee:{account_id}"); "" if that is not known.
     template = ""
-    #: When it is renewed next: seconds on ``clock.lease_time()``.
+    #: When the next renewal is due: seconds on ``clock.lease_time()``.
     due = 0.0
-    #: Its min_hold, where that counts only if nothing fails until the release.
+    #: With free_on_error: the min_hold that counts if nothing fails until the release.
     hold_on_success = 0.0
-    #: Whether its last entry has been left, and the end of a transaction is going to release it.
+    #: Whether the last entry has been left, and the end of a transaction will release the lease.
     awaits_end = False
-    #: Ends the wait of lead() for it.
+    #: Ends the wait of lead() for the lock.
     stop: threading.Event | None = None
-    #: Whether its acquire waits, and sends no request before it has looked whether it may.
+    #: Whether the acquire waits, so that it sends no request before it has looked whether it may.
     is_resting = False
-    #: What stands for it in the line of this process while it waits for the lock, or holds it alone.
+    #: The entry in the local queue, while the lease waits for the lock or holds it alone.
     in_line_as: Bell | weakref.ref[Any] | None = None
-    #: Where the registry keeps it until it ends, by id.
+    #: The dict, by id, in which the registry keeps the lease until it ends.
     kept_in = _NOWHERE
     granted_at = 0.0
     _state = State.PENDING
@@ -92,7 +92,7 @@ class Holding:
     _deadline = 0.0
     _holds_until: float | None = None
     _is_in_jeopardy = False
-    #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
+    #: The callers that have entered the lease and not left it yet, the innermost last. Each change makes a new list.
     entries: list[Caller] | tuple[()] = ()
     #: The instances that open blocks of locked() have read.
     reads: list[Read] | tuple[()] = ()
@@ -109,28 +109,28 @@ class Holding:
         template: str = "",
         hold_on_success: float = 0.0,
     ) -> None:
-        """Make it pending; it is registered before anything is sent. *release_when*: *release* of LockTerms."""
+        """Make a pending lease; registry.add() comes before the first request. *release_when*: *release* of LockTerms."""
         self.backend = backend
         self.request = request
-        #: The key of its line in this process.
+        #: The key of the local queue.
         self.line = backend.line_of(request)
-        #: Whether others may hold the lock with it: other readers, or in other places.
+        #: Whether others may hold the lock at the same time: other readers, or in other places.
         self._lets_others_in = request.shared or request.limit is not None
         self.renews = renew
         self.release_when = release_when
         self.template = template
         self.hold_on_success = hold_on_success
-        # As current_caller(), without a call: this is on the way of every acquire.
+        # The same as current_caller(), without a call, because every acquire comes here.
         self.caller: Caller | None = here.caller if _get_running_loop() is None else Caller()
-        #: For those that must not keep it alive.
+        #: For code that must not keep the lease alive.
         self.ref = weakref.ref(self)
-        hash(self.ref)  # it keeps the result: once its object is gone, it has no other
+        hash(self.ref)  # computed now: a weak reference keeps its hash when its object is gone
         self._max_hold = max_hold
         self._mutex = threading.RLock()
-        #: The transactions that it was taken in.
+        #: The transactions in which the lock was acquired.
         self.began_in: Collection[Any] = transactions.open_here()
 
-    # What it is.
+    # The facts.
 
     @property
     def name(self) -> str:
@@ -144,18 +144,18 @@ class Holding:
 
     @property
     def reason(self) -> str:
-        """Why it was lost; empty while it is not."""
+        """Why the lease was lost; empty otherwise."""
         return self._reason
 
     @property
     def deadline(self) -> float:
-        """When it is lost unless it is extended before: seconds on ``clock.lease_time()``."""
+        """When the lease is lost unless it is extended before: seconds on ``clock.lease_time()``."""
         return self._deadline
 
-    # Whether it is held.
+    # Whether the lease is held.
 
     def look(self) -> State:
-        """Return its state now, by the clock of this machine: if its deadline has passed, it becomes lost."""
+        """Return the present state, by the clock of this machine: a lease whose deadline has passed becomes lost."""
         if os.getpid() != forks.pid:
             forks.notice()
         if self._state is State.HELD and clock.lease_time() >= self._deadline:
@@ -170,8 +170,8 @@ class Holding:
     def check(self) -> None:
         """Raise LockLost unless it is certain that the lock is still ours, LockNotHeld if it was released.
 
-        It compares the deadline with our clock and, where a session holds the lock, looks whether it
-        has ended. It sends no request.
+        check() compares the deadline with our clock and, if a session holds the lock, looks whether the
+        session has ended. It sends no request.
         """
         state = self.look()
         if state is State.HELD and self.lose_with_session():
@@ -184,33 +184,33 @@ class Holding:
     @property
     def in_jeopardy(self) -> bool:
         """Whether a renewal is late or has failed, while the deadline has not passed yet."""
-        renewal = self.renewal()  # a shorter one, or none, towards the end of its max_hold
+        renewal = self.renewal()  # shorter, or None, towards the end of max_hold
         late = renewal.ttl * LATE if self.renews and renewal is not None else 0.0
         return self.held and (self._is_in_jeopardy or self.remaining < late)
 
     @property
     def remaining(self) -> float:
-        """Seconds until the deadline, by our own clock; 0 if it is not held."""
+        """Seconds until the deadline, by our own clock; 0 if the lease is not held."""
         return max(0.0, self._deadline - clock.lease_time()) if self.held else 0.0
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is held and not being released. Unlike look(), it reports no loss."""
+        """Whether the lease is held and not being released. Unlike look(), this reports no loss."""
         is_held = self._state is State.HELD and bool(self.entries)
         return is_held and clock.lease_time() < self._deadline
 
     @property
     def is_granted(self) -> bool:
-        """Whether it was granted, even if it has ended since."""
+        """Whether the lease was granted, even if it has ended since."""
         return self._state is not State.PENDING
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was released, lost or handed on, and blocks no other caller. Unlike look(), it reports no loss."""
+        """Whether the lease was released, lost or handed on, and blocks no other caller. Unlike look(), this reports no loss."""
         return self._state not in NOT_ENDED and self.in_line_as is None
 
     def checked_token(self) -> int:
-        """Return the fencing token; NotSupported where the backend gives none, or the lock has a limit."""
+        """Return the fencing token; NotSupported if the backend has none, or the lock has a limit."""
         if self.request.place is not None:
             what = "fencing by a lock with a limit"
             raise NotSupported(
@@ -220,10 +220,10 @@ class Holding:
             raise NotSupported(self.using, "fencing tokens", "Guard the data by another backend.")
         return self.fencing_token
 
-    # Who has it.
+    # Grant and entries.
 
     def grant(self, granted: Grant, asked: float) -> bool:
-        """Become held, as *granted* to a request of *asked*; False if it is past its deadline already, or was abandoned."""
+        """Become held by *granted*, requested at *asked* (lease time); False if that is too late, or the lease was abandoned."""
         ttl, start = self.request.ttl, granted.start or asked
         ends = start + ttl - drift(ttl)
         now = clock.lease_time()
@@ -235,7 +235,7 @@ class Holding:
             self.entries = [self.caller or current_caller()]
             self.fencing_token, self._deadline, self.granted_at = granted.token, ends, now
             self._holds_until = None if self._max_hold is None else start + self._max_hold
-            # Before it is held, and so may be renewed. Not from now: after a late answer, less of it is left.
+            # Set before the state, as a held lease may be renewed. Not counted from now, as the answer may be late.
             self.due = max(now, start + ttl / 3)
             self._state = State.HELD
         if self._lets_others_in:
@@ -243,7 +243,7 @@ class Holding:
         return True
 
     def enter(self) -> Self:
-        """Count one more entry of the same holder; LockNotHeld if that has just left, as a task that was cancelled does."""
+        """Count one more entry of the same holder; LockNotHeld if the holder, such as a cancelled task, has just left."""
         with self._mutex:
             if not self.entries:
                 raise self._not_held()
@@ -253,14 +253,14 @@ class Holding:
         return self
 
     def give_to(self, caller: Caller) -> None:
-        """Make *caller* the owner of the last entry, which another task has made for it."""
+        """Make *caller* the owner of the last entry, which another task has made for *caller*."""
         with self._mutex:
             self.entries = [*self.entries[:-1], caller]
             self.caller = self.entries[0]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Make the running thread or task its caller in the block; before and after, it has none."""
+        """Make the running thread or task the caller in the block; before and after, the lease has no caller."""
         with self._mutex:
             self.caller = current_caller()
             self.entries = [self.caller] * len(self.entries)
@@ -272,11 +272,13 @@ class Holding:
             self.caller = None
 
     def is_mine(self) -> bool:
-        """Return True if the running code may enter it again: it holds it, or the holder waits for this code.
+        """Return True if the running code may enter again: it is the holder, or the holder waits for this code.
 
-        LockDeadlock in a thread that cannot find out.
+        LockDeadlock in a thread that cannot find that out.
         """
-        last = self.entries[-1:]  # none: it is being released, and may be free already
+        last = self.entries[
+            -1:
+        ]  # empty: the lease is being released, and the lock may be free already
         if self.caller is None or not last or not self.held or runs_foreign_tasks():
             return False
         try:
@@ -286,40 +288,40 @@ class Holding:
         return is_ours and not self.lose_with_session()
 
     def is_of_caller(self) -> bool:
-        """Return whether the running thread or task has entered it."""
+        """Return True if the running thread or task has entered the lease."""
         return self.caller is not None and any(each.is_current for each in self.entries)
 
     @property
     def is_changing_here(self) -> bool:
-        """Whether the running thread or task is in the midst of acquiring or releasing it."""
+        """Whether the running thread or task is in the midst of acquiring or releasing the lease."""
         is_changing = not self.is_entered and not self.has_ended
         return is_changing and self.caller is not None and self.caller.is_current
 
     @property
     def is_unattended(self) -> bool:
-        """Whether it was handed on, or all callers that have it or are releasing it have ended."""
+        """Whether nobody is left who could release the lease: it was handed on, or all its callers have ended."""
         caller = self.caller
         return caller is None or all(each.is_gone for each in [caller, *self.entries])
 
     @property
     def is_entered(self) -> bool:
-        """Whether there is still something to release: also after it was lost."""
+        """Whether there is still something to release, also after a loss."""
         return self._state in _TO_RELEASE and bool(self.entries)
 
     @property
     def is_left(self) -> bool:
-        """Whether all have left it, and it is kept until a transaction has ended."""
+        """Whether all callers have left, and the lease is kept until a transaction has ended."""
         return self.awaits_end and len(self.entries) == 1
 
     @property
     def may_be_left(self) -> bool:
-        """Whether a caller has entered it and not left it yet: also after it was lost."""
+        """Whether a caller has entered and not left yet, also after a loss."""
         return self._state in _TO_RELEASE and len(self.entries) > self.awaits_end
 
-    # Its renewal.
+    # Renewal.
 
     def extending(self, ttl: float | timedelta | None) -> Steps[list[Request], None]:
-        """Do the steps of extend(); they yield the requests to extend, and are sent whether each is kept."""
+        """The steps of extend(): they yield the requests to extend, and are sent for each whether it is held."""
         self.check()
         if not self.backend.supports_extend:
             raise NotSupported(self.using, "extend()", "A lease ends with its ttl.")
@@ -340,7 +342,7 @@ class Holding:
         self.announce(lock_extended, lease=self)
 
     def renewal(self, ttl: float | None = None) -> Request | None:
-        """Return the request that extends it now, to *ttl* or its own; None when it may not live longer (max_hold)."""
+        """Return the request that extends the lease now, to *ttl*, by default its own; None if max_hold is over."""
         own = self.request.ttl
         longest = own if ttl is None else ttl
         if self._holds_until is not None:
@@ -350,31 +352,31 @@ class Holding:
         return replace(self.request, ttl=longest) if longest > 0 else None
 
     def confirm(self, start: float, ttl: float) -> None:
-        """Note an extension that was asked for at *start*; a lost lease stays lost."""
+        """Note an extension that was requested at *start* (lease time); a lost lease stays lost."""
         with self._mutex:
             self._deadline = max(self._deadline, start + ttl - drift(ttl))
             self._is_in_jeopardy = False
 
     def endanger(self) -> None:
-        """Note a renewal that failed or is late."""
+        """Note that a renewal has failed or is late."""
         self._is_in_jeopardy = True
 
     @property
     def max_hold_left(self) -> float | None:
-        """How many seconds are left of its max_hold; None if it has none."""
+        """How many seconds of max_hold are left; None without a max_hold."""
         ends = self._holds_until
         return None if ends is None else max(0.0, ends - clock.lease_time())
 
     def change_owner(self) -> None:
-        """Ask as another owner from now on: the server may know that the one before gave the lock back."""
+        """Use a new owner from here: the server may have recorded the old one as released."""
         self.request = replace(self.request, owner=new_owner())
 
-    # Its release.
+    # Release.
 
     def leave(self, error: BaseException | None, *, at_once: bool = False) -> None:
-        """Release it at the end of a block that raised *error*, which a failed release does not hide.
+        """Release the lease at the end of a block that raised *error*, which a failed release does not hide.
 
-        *at_once*: whatever transaction is open.
+        *at_once*: do not wait for the end of open transactions.
         """
         if error is not None:
             self.note_failure()
@@ -395,7 +397,7 @@ class Holding:
             self._add_note(error, problem)
 
     def finish_leaving(self, entries: object) -> None:
-        """Release it in the background after an asynchronous exception broke leave() off; it had *entries* before."""
+        """Finish leave() in the background after an asynchronous exception; *entries* are those from before leave()."""
         if self.entries is entries:
             if not self.is_left:
                 self.give_back_later()
@@ -406,7 +408,7 @@ class Holding:
         if error is None:
             raise problem
         if str(error) == str(problem):
-            return  # check() has told it
+            return  # check() has raised the same error in the block
         error.add_note(f"django_distlock: {problem}")
         self._warn_of(problem)
 
@@ -414,7 +416,7 @@ class Holding:
         warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def give_back(self) -> None:
-        """Release it when it should be: now, or at the end of open transactions (*release* of LockTerms)."""
+        """Release the lease now, or at the end of open transactions (*release* of LockTerms)."""
         if self.began_in or self.release_when == "on_commit":
             of_which = None if self.release_when == "on_commit" else self.began_in
             open_ones = transactions.still_open(of_which)
@@ -428,7 +430,7 @@ class Holding:
             transactions.tell_of_release(self.name, strict=self.backend.strict)
 
     def _give_back_at_end(self, is_committed: bool) -> None:
-        """Release it at the end of a transaction; a rollback counts as a failure."""
+        """Release the lease at the end of a transaction; a rollback counts as a failure."""
         entries, self.awaits_end = self.entries, False
         if not is_committed:
             self.note_failure()
@@ -436,7 +438,7 @@ class Holding:
             if self.is_entered:
                 self.give_back_now()
         except LockError:
-            # An error after a commit would look as if the data was not committed.
+            # Log the error: raised after a commit, it would look as if the data was not committed.
             logger.exception(
                 "Lock %s could not be released after the end of its transaction",
                 printable(self.name),
@@ -447,7 +449,7 @@ class Holding:
             raise
 
     def give_back_now(self) -> bool:
-        """Release it, whatever transaction is open; return whether the lock is free now."""
+        """Release the lease, also inside a transaction; return whether the lock is free now."""
         if self._leaves_reentry():
             return False
         try:
@@ -463,9 +465,9 @@ class Holding:
         return True
 
     async def agive_back(self) -> None:
-        """Release it, at once; a cancelled call is completed in the background."""
+        """Release the lease, at once; a cancelled call is completed in the background."""
         if _get_running_loop() is None:
-            self.give_back_later()  # its task was destroyed: there is nothing to wait in
+            self.give_back_later()  # the task was destroyed, so nothing can be awaited
         elif not self._leaves_reentry():
             task = kept_task(self._agive_back_now())
             try:
@@ -488,10 +490,10 @@ class Holding:
             raise
 
     def give_back_later(self) -> None:
-        """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
-        if self.entries:  # all else might take a lock that the finalizer's thread has
+        """Release the lease in the background, unless it was released: for code without I/O, such as finalizers."""
+        if self.entries:  # other checks might need a mutex that the finalizer's thread has
             if len(self.entries) == 1:
-                self.caller = None  # it may end before
+                self.caller = None  # the caller may end before the release
             submit = partial(background.submit, self.using, self._give_back_quietly)
             background.at(clock.lease_time(), submit)
 
@@ -503,12 +505,12 @@ class Holding:
             self._warn_of(problem)
 
     def _tell_unless_released(self, release: asyncio.Task[None]) -> None:
-        """Log how a *release* failed that nobody waits for any more."""
+        """Log the error of *release*, a task that nobody awaits any more."""
         if not release.cancelled() and (problem := release.exception()):
             self._warn_of(problem)
 
     def _leaves_reentry(self) -> bool:
-        """Remove the last entry of this caller; return whether others are left."""
+        """Remove the last entry of this caller; return whether other entries are left."""
         if os.getpid() != forks.pid:
             forks.notice()
         with self._mutex:
@@ -516,7 +518,7 @@ class Holding:
             if not self.may_be_left:
                 raise self._not_held()
             if len(entries) == 1:
-                # The caller that releases it owns it now: a task that is cancelled meanwhile ends before.
+                # The caller that releases becomes the caller: a cancelled task may end before the release does.
                 self.caller = current_caller()
                 if self.hold_on_success:
                     self.request = replace(self.request, min_hold=self.hold_on_success)
@@ -525,7 +527,7 @@ class Holding:
             mine = [index for index, each in enumerate(entries) if each.is_current]
             entries.pop(mine[-1] if mine else -1)
             self.entries = entries
-            if self.caller is not None:  # handed on: nobody's
+            if self.caller is not None:  # a lease that was handed on has no caller
                 self.caller = entries[0]
             return True
 
@@ -534,7 +536,7 @@ class Holding:
             self.end(State.RELEASED)
         else:
             self.end(State.LOST, f"the server says that it is {outcome.value}")
-        forget_here(self)  # last: until then, a signal handler finds it there
+        forget_here(self)  # last: until then, a signal handler finds the lease there
         if self._state is State.LOST:
             if outcome is Release.TAKEN:
                 raise LockNotOwned(self.name)
@@ -544,42 +546,42 @@ class Holding:
             self.announce(lock_released, lease=self, held=self._held_for - took, took=took)
 
     def note_failure(self) -> None:
-        """Note that what it is held for has failed: with free_on_error, its min_hold does not count."""
+        """Note that the work under the lock has failed: with free_on_error, min_hold does not count."""
         self.hold_on_success = 0.0
 
-    # What it asks for, and the line of this process.
+    # The request, and the local queue.
 
     def ask_for(self, place: int | None) -> None:
-        """Ask for this place of the lock from now on; None: for any."""
+        """Request this place of the lock from now on; None: any place."""
         self.request = self.request.at(place)
 
     def queue_as(self, position: str) -> None:
-        """Wait from now on in this position of the server's queue, which belongs to this process."""
+        """From now on, wait in this *position* of the server's queue, which belongs to this process."""
         self.request = replace(self.request, position=position)
 
     @property
     def is_asking(self) -> bool:
-        """Whether a request for it is under way, or will be sent by a caller that has not ended."""
+        """Whether a request for the lease is under way, or a caller that has not ended will send one."""
         is_pending = self._state is State.PENDING and not self.is_resting
         return is_pending and not self.is_unattended
 
     def leave_line(self) -> None:
-        """Give up its position in the line of this process; does nothing the second time."""
+        """Leave the local queue; does nothing the second time."""
         if (caller := self.in_line_as) is not None:
             queue, line = self.backend.queue, self.line
             queued = queue.leave(line, caller)
             if caller is not self.ref:
-                queued = queue.leave(line, self.ref) or queued  # if stay() was broken off
+                queued = queue.leave(line, self.ref) or queued  # if stay() was interrupted
             self.in_line_as = None
             if queued is not None:
                 self.backend.dequeue_later(queued)
 
-    # Its end.
+    # The end.
 
     def end(self, state: State, reason: str = "", *, frees: bool = False) -> bool:
-        """Become *state*, which is final, unless it has ended already; return whether it has ended now.
+        """Become *state*, which is final, unless the lease has ended already; return whether it has ended now.
 
-        *reason*: why it is lost. *frees*: release in the background what the server has, or may have.
+        *reason*: why it is lost. *frees*: release in the background what the server has granted, or may have.
         """
         is_news = False
         try:
@@ -589,7 +591,7 @@ class Holding:
             if is_news:
                 self._leave_all()
         except BaseException:
-            # An asynchronous exception: those who were not told yet are told all the same.
+            # An asynchronous exception: notify waiters and the registry all the same.
             if self._state not in NOT_ENDED:
                 background.at(clock.lease_time(), self._leave_all)
             raise
@@ -602,27 +604,27 @@ class Holding:
         return is_news
 
     def end_unattended(self) -> None:
-        """Become lost: the thread or task that held it, or was releasing it, has ended."""
+        """Become lost, because the thread or task that held or was releasing the lease has ended."""
         if self.held:
             reason = "the thread or task that held it ended without releasing it"
             self.end(State.LOST, reason, frees=True)
 
     def lose_with_session(self) -> bool:
-        """Become lost if the session that holds it is known to have ended; return whether it has."""
+        """Become lost if the session that holds the lock is known to have ended; return whether it has."""
         is_over = self.backend.is_session_over(self.request)
         if is_over:
             self.end(State.LOST, "the session that held it has ended")
         return is_over
 
     def disown(self) -> None:
-        """Become inert in a forked child. No mutex: its owner may be a thread that is not here."""
+        """Become inert in a forked child. Without the mutex, which a thread of the parent may hold."""
         self._mutex = threading.RLock()
         self._state, self.in_line_as = State.INHERITED, None
 
     def _leave_all(self) -> None:
         self.leave_line()
         if self._lets_others_in:
-            # A writer waits in the line of writers, also where readers have one of their own.
+            # Writers wait in the queue of writers, also if readers have a separate one.
             self.backend.queue.look_again(self.request.line)
         self.kept_in.pop(id(self), None)
 
@@ -638,7 +640,7 @@ class Holding:
         self.announce(lock_lost, lease=self, held=self._held_for, reason=reason)
 
     def announce(self, signal: Signal, /, **facts: Any) -> None:
-        """Send *signal* about it to its receivers."""
+        """Send *signal* about this lease to its receivers."""
         if signal.receivers:
             known = {"name": self.name, "using": self.using, "template": self.template}
             send(signal, type(self.backend), **known, **facts)
@@ -653,22 +655,22 @@ class Holding:
         return LockNotHeld(self.name, f"it is {self._state.value}")
 
     def __del__(self) -> None:
-        """Release it: nothing refers to it, and the thread or task that acquired it has ended."""
+        """Release the lease: nothing refers to it, and the thread or task that acquired it has ended."""
         if self._state is State.HELD:
             background.at(clock.lease_time(), self.end_unattended)
 
 
-# What the running code holds, as far as its context knows: what re-entry looks at.
+# The leases that the running code holds, by its context, for re-entry.
 
-#: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
-#: copies of a context outlive the task in callbacks and in tasks that were begun by it.
-#: No level is ever changed, as copies of the context have it too; each is longer than the next one, so
+#: The leases held in this chain of contexts, at which re-entry looks. The references are weak, because
+#: copies of a context outlive the task in callbacks and in tasks that it began.
+#: A level is never changed, as copies of the context share it; each level is longer than the next one, so
 #: that one more lease costs a few steps, however many are held.
 _held_here: ContextVar[tuple[_Level, ...]] = ContextVar("distlock_held_here", default=())
 
 
 class Awaited:
-    """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
+    """The lease that aacquire() will return, in the context of its caller: another task may await the result."""
 
     def __init__(self, key: str) -> None:
         self.is_over = False
@@ -677,7 +679,7 @@ class Awaited:
         self._work: Callable[[], object] = lambda: None
 
     def note(self, using: str, work: Coroutine[Any, Any, Any]) -> None:
-        """Make it known to re-entry, until *work*, which brings the lease, is over, or was dropped before it began."""
+        """Make this known to re-entry until *work*, the coroutine of aacquire(), is over, or dropped before it began."""
         self._work = weakref.ref(work)
         note_held_here(using, self.key, self)
 
@@ -690,7 +692,7 @@ class Awaited:
 
 
 def held_here(using: str, key: str) -> list[Any]:
-    """Return the leases of a lock that this chain of contexts knows of, the last one last; some may have ended."""
+    """Return the leases of a lock that this chain of contexts knows, the newest last; some may have ended."""
     levels = _held_here.get()
     if not levels:
         return []
@@ -699,13 +701,13 @@ def held_here(using: str, key: str) -> list[Any]:
 
 
 def all_held_here() -> list[Any]:
-    """Return the leases of all locks that this chain of contexts knows of; see held_here()."""
+    """Return the leases of all locks that this chain of contexts knows; see held_here()."""
     known = [each for level in _held_here.get() for of_lock in level.values() for each in of_lock]
     return [lease for each in known if (lease := each()) is not None]
 
 
 def note_held_here(using: str, key: str, known: Known) -> None:
-    """Make the lease that *known* returns known to re-entry, in this chain of contexts."""
+    """Let re-entry in this chain of contexts find the lease that *known* returns."""
     level: _Level = {(using, key): (known,)}
     levels = _held_here.get()
     while levels and len(levels[-1]) <= len(level):
@@ -715,21 +717,21 @@ def note_held_here(using: str, key: str, known: Known) -> None:
 
 
 def forget_here(lease: Holding) -> None:
-    """Remove *lease*, which has ended, from what re-entry knows, if it is the last one: most often it is."""
+    """Remove *lease*, which has ended, from the leases for re-entry, if it is the newest one, as it usually is."""
     levels = _held_here.get()
     if levels and [*levels[-1].values()] == [(lease.ref,)]:
         _held_here.set(levels[:-1])
 
 
 def _merged(older: _Level, newer: _Level) -> _Level:
-    """Return both levels as one, the last lease last, without what has ended."""
+    """Return both levels as one, the newest lease last, without ended leases."""
     locks = [*(lock for lock in older if lock not in newer), *newer]
     merged = {lock: _still_held((*older.get(lock, ()), *newer.get(lock, ()))) for lock in locks}
     return {lock: known for lock, known in merged.items() if known}
 
 
 def _still_held(known: Iterable[Known]) -> tuple[Known, ...]:
-    """Return what re-entry is to look at from now on, each lease once."""
+    """Return those of *known* at which re-entry must still look, each lease once."""
     kept: dict[int, Known] = {}
     for each in known:
         lease = each()

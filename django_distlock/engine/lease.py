@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
     from django_distlock.ground.holder import Holder
 
-#: What claim() is given, and returns.
+#: The argument and the result of claim().
 _M = TypeVar("_M", bound="Model | QuerySet[Any]")
 
 
 class Lease(Holding):
-    """One holding of one lock. It is made by ``Lock.acquire()``; use it with ``with`` or release it.
+    """One holding of one lock, made by ``Lock.acquire()``: use it with ``with``, or release it.
 
-    Methods that begin with an *a* more, such as ``aextend()``, are awaited and do the same.
+    The methods with an *a* in front, such as ``aextend()``, do the same for asyncio.
 
-    It is *held* until it is released, or lost: when its deadline passes by this machine's
+    A lease is *held* until it is released, or lost: when its deadline passes by this machine's
     clock, or the server says that the lock is not ours any more. Lost is final.
     """
 
-    # What Holding has, and dir() is to show.
+    # Attributes of Holding that dir() shows, too.
     template: str
     fencing_token: int | None
     name, using = Holding.name, Holding.using
@@ -45,42 +45,42 @@ class Lease(Holding):
     held, check, checked_token = Holding.held, Holding.check, Holding.checked_token
     in_jeopardy, remaining = Holding.in_jeopardy, Holding.remaining
 
-    # What it is.
+    # The facts.
 
     @property
     def ttl(self) -> float:
-        """How many seconds it lives on the server unless it is extended."""
+        """How many seconds the lease lives on the server unless it is extended."""
         return self.request.ttl
 
     @property
     def holder(self) -> Holder:
-        """The holder, as it is shown to people."""
+        """The description of the holder, for people."""
         return self.request.holder
 
     @property
     def place(self) -> int | None:
-        """The number of the place that it has, from 0 to below its limit; None for a lock without a limit."""
+        """The number of the place, from 0 to one below the limit; None for a lock without a limit."""
         return self.request.place
 
     @property
     def shared(self) -> bool:
-        """Whether other readers may hold it too."""
+        """Whether other readers may hold the lock, too."""
         return self.request.shared
 
     @property
     def state(self) -> State:
-        """Its state now, by the clock of this machine."""
+        """The present state, by the clock of this machine."""
         return self.look()
 
     @property
     def lost(self) -> bool:
-        """Whether it was lost. This compares the deadline with our clock, and sends no request."""
+        """Whether the lease was lost. This compares the deadline with our clock, and sends no request."""
         return self.look() is State.LOST
 
     def on_lost(self, callback: Callable[[str], object]) -> None:
-        """Call *callback* with the reason, once, when the lease is lost; at once if it is already.
+        """Call *callback* with the reason, once, when the lease is lost; at once if it is lost already.
 
-        It is called in the thread that notices the loss, mostly the one that renews leases: be quick.
+        The thread that notices the loss, usually the one that renews leases, runs *callback*: be quick.
         """
         with self._mutex:
             if self._state in NOT_ENDED:
@@ -90,16 +90,16 @@ class Lease(Holding):
             callback(self.reason)
 
     def off_lost(self, callback: Callable[[str], object]) -> None:
-        """Do not call *callback* any more, which was given to on_lost()."""
+        """Undo on_lost(): do not call *callback*."""
         with self._mutex:
             self._on_lost = [each for each in self._on_lost if each != callback]
 
-    # What its holder does.
+    # Release, extension and hand-over.
 
     def release(self) -> None:
-        """Release the lock; if it was entered several times, only the last release does.
+        """Release the lock; if it was entered several times, only the last release frees it.
 
-        Inside a transaction, the *release* of lock() says when others get it.
+        Inside a transaction, the argument *release* of lock() says when others get the lock.
 
         LockNotHeld if it was released before, LockLost if the lease has ended, LockNotOwned if
         somebody else has the lock.
@@ -107,14 +107,14 @@ class Lease(Holding):
         self.give_back()
 
     async def arelease(self) -> None:
-        """Release it, at once; a cancelled call is completed in the background."""
+        """Release the lock, at once; a cancelled call is completed in the background."""
         await self.agive_back()
 
     def extend(self, ttl: float | timedelta | None = None) -> None:
-        """Extend it to at least *ttl* seconds from now (by default its own ttl).
+        """Extend the lease to at least *ttl* seconds from now (by default its own ttl).
 
-        It is never shortened, and later renewals use the same ttl. LockLost if the lock is not ours
-        any more: it is never acquired again.
+        A lease is never shortened, and later renewals use the same ttl. LockLost if the lock is not ours
+        any more: extend() never acquires it again.
         """
         run(self.extending(ttl), lambda asked: settled(partial(self.backend.extend, asked)))
 
@@ -126,11 +126,11 @@ class Lease(Holding):
     def detach(self, ttl: float | timedelta | None = None) -> str:
         """Hand the lock to another process: return a text for its ``Lease.attach()``.
 
-        The lease is extended a last time, to *ttl* seconds (its own by default), for the text to
-        reach the other process, which renews it with its own ttl. Whoever has the text can hold the
-        lock: keep it as secret as a password. In this process, the lease has ended.
+        The lease is extended a last time, to *ttl* seconds (its own by default), so that the text can
+        reach the other process, which renews the lease with the lease's own ttl. The text is as secret as a
+        password: anybody with it can hold the lock. In this process, the lease has ended.
 
-        Inside a transaction, it warns ReleasedBeforeCommit, or raises it with STRICT: call it after the commit.
+        Call detach() after the commit: inside a transaction, it warns ReleasedBeforeCommit, with STRICT an error.
         """
         transactions.tell_of_release(self.name, strict=self.backend.strict)
         return handover.hand_over(self, ttl)
@@ -146,11 +146,11 @@ class Lease(Holding):
     def attach(cls, text: str, purpose: str = "") -> Lease:
         """Take over the lease that another process has detached. Each text works once.
 
-        *purpose*: what it is held for now, shown to people.
+        *purpose*: why the lock is held now, shown to people.
 
         LockLost if the lease has ended meanwhile, or was attached already.
 
-        ``django.core.signing.BadSignature`` if *text* is not one that detach() made.
+        ``django.core.signing.BadSignature`` if detach() did not make *text*.
         """
         return run(
             handover.attaching(cls, text, purpose),
@@ -166,14 +166,14 @@ class Lease(Holding):
 
         return await arun(handover.attaching(cls, text, purpose), take_over)
 
-    # What it protects.
+    # The protection of data.
 
     def guard(self, using: str = "default") -> None:
         """Keep later holders out until the caller's transaction on *using* has ended.
 
         The locks must be in that same database. Until the commit or rollback nobody else can acquire
-        the lock, even if the lease expires. StaleFencingToken if somebody else already has.
-        Call it in the outermost block: on PostgreSQL it ends with a savepoint that is rolled back.
+        the lock, even if the lease expires. StaleFencingToken if somebody else has already acquired it.
+        Call guard() in the outermost block: on PostgreSQL the protection ends with a savepoint that is rolled back.
         """
         self.check()
         self.backend.guard(self.request, self.checked_token(), using)
@@ -181,8 +181,8 @@ class Lease(Holding):
     def claim(self, target: _M) -> _M:
         """Raise the fence of fenced rows (FencedModel) to our token, *then* read them again.
 
-        *target* is an instance or a queryset, and so is the result: a queryset gives only rows that
-        were claimed, even if others match it by now.
+        *target* is an instance or a queryset, and so is the result: the queryset returns only claimed
+        rows, even if other rows match it by now.
         StaleFencingToken if a later holder has claimed a row; DoesNotExist of the model for an
         instance that was deleted.
         """
@@ -193,18 +193,18 @@ class Lease(Holding):
     def save(self, instance: Model, **kwargs: Any) -> None:
         """Save an *instance* that is new or claimed.
 
-        StaleFencingToken if a later holder has claimed it, or if there is a row with its key that
-        is not claimed.
+        StaleFencingToken if a later holder has claimed the row, or if a row with this key exists that
+        this lease has not claimed.
         """
         self.check()
         fencing.save(self, instance, **kwargs)
 
     def update(self, queryset: QuerySet[Any], **values: Any) -> int:
-        """Update claimed rows and return how many; StaleFencingToken if one is not ours any more."""
+        """Update claimed rows and return how many; StaleFencingToken if a row is not claimed by this lease any more."""
         self.check()
         return fencing.update(self, queryset, values)
 
-    # ``with lease:`` and ``async with lease:`` release it.
+    # ``with lease:`` and ``async with lease:`` release the lock.
 
     def __enter__(self) -> Lease:
         self.check()

@@ -1,4 +1,4 @@
-"""Locks that were requested and are no longer wanted: released in the background, again until it works."""
+"""Locks that were requested and are no longer wanted: released in the background, repeated until it works."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Leftover:
 
 
 class Leftovers:
-    """The leftovers of one alias. Those that come in during a release are released together after it."""
+    """The leftovers of one alias. Leftovers that come during a release are released together after it."""
 
     def __init__(self, alias: str, revoke_all: Callable[[Sequence[Request]], Outcomes]) -> None:
         self._alias = alias
@@ -46,7 +46,7 @@ class Leftovers:
         background.submit(self._alias, self._revoke_waiting)
 
     def _revoke_waiting(self) -> None:
-        # One job takes all of them; the other jobs find nothing to do.
+        # The first job takes all leftovers; the other jobs find nothing to do.
         if some := [self._waiting.popleft() for _ in range(len(self._waiting))]:
             self._revoke(some, RETRY)
 
@@ -60,7 +60,7 @@ class Leftovers:
         for each, outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 failed.append(each)
-            # A server that hung may carry out the lost acquire after this release.
+            # A server that hung may carry out the lost try after this release.
             elif outcome is not Release.RELEASED and not each.is_second_look:
                 doubtful.append(replace(each, is_second_look=True))
         self._revoke_later(doubtful, SECOND_LOOK, RETRY)

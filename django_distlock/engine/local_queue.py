@@ -1,4 +1,4 @@
-"""The local queue: of the callers in this process that want a lock, one asks the server, the others wait here."""
+"""The local queue: of the callers in this process that want a lock, the first asks the server, the others wait here."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from .holding import Holding
     from .values import Busy, Request
 
-    #: A caller in a line of this process: a bell, or for one that came first, a reference to its lease.
+    #: A caller in a local queue: its bell, or if it was the first from the beginning, a reference to its lease.
     LocalCaller = Bell | ref[Any]
 
 #: Hand-offs inside a process before it lets another process that wants the lock go first.
 IN_A_ROW = 16
-#: Seconds within which a task that asks the server goes on, unless its event loop is blocked.
+#: Seconds within which a task that has asked the server goes on, unless its event loop is blocked.
 ASKS = 3.0
 #: Seconds after which a first caller that should have asked the server is passed over: its event loop may be blocked.
 SILENT = 1.0
 
 
 class Answer(NamedTuple):
-    """The last answer of the server to the first caller of a line, received at *time* (``clock.wait_time()``).
+    """The last answer of the server to the first caller in a queue, received at *time* (``clock.wait_time()``).
 
-    *limit*: that of the caller; other callers may want more places, or fewer.
+    *limit* is that caller's; other callers may want more places, or fewer.
     """
 
     busy: Busy
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class _Line:
-    """The callers that want one lock; the first one has the turn, and keeps it while it holds the lock alone."""
+    """The callers that want one lock. The first has the turn: it asks the server. It keeps the turn while it alone holds the lock."""
 
     __slots__ = (
         "answer",
@@ -63,20 +63,20 @@ class _Line:
         self.callers: deque[LocalCaller] = deque()
         #: The caller that was told that it has the turn.
         self.turn: LocalCaller | None = None
-        #: When the caller with the turn is heard of again at the latest (``clock.wait_time()``).
+        #: By when the caller with the turn must go on, or another one takes the turn (``clock.wait_time()``).
         self.expected = math.inf
-        #: The lease that holds the lock; a weak reference, so that the line does not keep it alive.
+        #: The lease that holds the lock; a weak reference, so that the queue does not keep the lease alive.
         self.holding: ref[Holding] | None = None
-        #: The request that has a position in the server's queue, which belongs to all callers of the line.
+        #: The request with the position in the server's queue, which belongs to all callers of this local queue.
         self.queued: Request | None = None
         self.answer: Answer | None = None
         self.in_a_row = 0
         self.is_contested = False
-        #: Callers that were passed over, and have not noticed it yet.
+        #: Callers that have lost the turn because they were silent, and have not noticed that yet.
         self.passed: set[LocalCaller] = set()
         #: The owner of the request that the caller with the turn has sent.
         self.asker = ""
-        #: Whether the last answer to one of them was an error of the server.
+        #: Whether the last answer to a caller was an error of the server.
         self.has_failed = False
 
     @property
@@ -86,7 +86,7 @@ class _Line:
     def pass_on(self) -> None:
         """Ring the first caller that can take the turn, unless it has the turn already."""
         while self.callers and (first := self.callers[0]) is not self.turn:
-            # A caller without a bell was the first from the beginning, and has the turn.
+            # A caller without a bell was the first from the beginning, so it has the turn or has ended.
             if not isinstance(first, ref) and first.ring():
                 self.give_turn(first)
                 self.in_a_row += 1
@@ -94,7 +94,7 @@ class _Line:
                 self.callers.popleft()
 
     def give_turn(self, bell: Bell) -> None:
-        """Note that *bell* has the turn from now on, and is heard of soon if other code may stall it."""
+        """Give *bell* the turn; if other code may stall its caller, the caller must go on soon."""
         self.turn, self.holding, self.asker = bell, None, ""
         self.expected = clock.wait_time() + SILENT if bell.may_stall else math.inf
 
@@ -103,18 +103,18 @@ class LocalQueue:
     """First come, first served, for the threads and tasks of one process.
 
     For a single caller, *lines* has only a reference to its lease, added by ``lines.setdefault(key, ref)``.
-    A line is made from it when a second caller comes, or when the first one must wait.
+    A _Line is made from the reference when a second caller comes, or when the first one must wait.
     """
 
     def __init__(self) -> None:
         self.lines: dict[str, ref[Holding] | _Line] = {}
-        #: The locks that other processes want too, for backends that do not wake waiters.
+        #: The locks that other processes want, too, for backends that do not wake waiters.
         self.turns = Turns()
         self._failures: dict[Bell, LockBackendError] = {}
         self._mutex = section()
 
     def join(self, key: str, bell: Bell) -> bool:
-        """Join the line for *key*; return whether we have the turn at once. If not, the bell rings later."""
+        """Join the queue for *key*; return True if *bell* has the turn at once. If not, *bell* rings later."""
         with self._mutex:
             line = self._line(key)
             line.callers.append(bell)
@@ -124,14 +124,14 @@ class LocalQueue:
             return True
 
     def stay(self, key: str, lease: ref[Holding], bell: Bell) -> None:
-        """Note the bell of a caller that came first and was refused; *lease* stood for it until now."""
+        """Replace *lease*, the entry of a caller that came first and was refused, by its *bell*."""
         with self._mutex:
             line = self._line(key)
             if line.first is lease is line.turn:
                 line.callers[0] = bell
                 line.give_turn(bell)
                 return
-            # It was passed over during its first try.
+            # Another caller has taken the turn during the first try.
             with suppress(ValueError):
                 line.callers.remove(lease)
             line.callers.append(bell)
@@ -140,7 +140,7 @@ class LocalQueue:
             line.pass_on()
 
     def has_turn(self, key: str, bell: Bell) -> bool:
-        """Return whether it is the turn of *bell*; if it was passed over, it then begins again."""
+        """Return True if *bell* has the turn; if it had lost the turn before, it now begins again."""
         with self._mutex:
             line = self._found(key)
             if line is None or line.first is not bell:
@@ -149,29 +149,29 @@ class LocalQueue:
             return True
 
     def was_passed_over(self, key: str, bell: Bell) -> bool:
-        """Return whether another one has got the turn of *bell* since has_turn(), even if *bell* has it again by now."""
+        """Return True if *bell* has lost the turn since has_turn(), even if it has the turn again by now."""
         with self._mutex:
             line = self._found(key)
             return line is not None and (line.turn is not bell or bell in line.passed)
 
     def expect(self, key: str, bell: Bell, seconds: float, asker: str = "") -> None:
-        """Note that *bell*, which has the turn, is heard of again within so many *seconds*."""
+        """Note that the caller of *bell*, which has the turn, will go on within *seconds*."""
         with self._mutex:
             line = self._found(key)
             if line is not None and line.turn is bell:
                 line.expected, line.asker = clock.wait_time() + seconds + SILENT, asker
 
     def heard(self, key: str, owner: str) -> None:
-        """Note that a thread has got the answer for the caller with the turn, a task, which should go on now."""
+        """Note that a thread has the answer for the caller with the turn, a task, which should go on now."""
         with self._mutex:
             line = self._found(key)
             if line is not None and line.holding is None and line.asker == owner:
                 line.expected = clock.wait_time() + SILENT
 
     def keeps_turn(self, key: str, bell: LocalCaller) -> bool:
-        """Return whether *bell* still has the turn; it is not passed over any more then."""
+        """Return True if *bell* still has the turn; then no other caller takes it any more."""
         if self.lines.get(key) is bell:
-            return True  # nobody is behind it
+            return True  # no other caller waits
         with self._mutex:
             line = self._found(key)
             if line is None or line.turn is not bell or bell in line.passed:
@@ -180,7 +180,7 @@ class LocalQueue:
             return True
 
     def pass_over(self, key: str, bell: Bell) -> bool:
-        """Give *bell* the turn if the first caller, which is now behind it, has been silent; return whether it has."""
+        """If the caller with the turn has been silent, give *bell* the turn, put it first, and return True."""
         with self._mutex:
             line = self._found(key)
             if line is None or clock.wait_time() < line.expected:
@@ -194,7 +194,7 @@ class LocalQueue:
             return True
 
     def leave(self, key: str, caller: LocalCaller) -> Request | None:
-        """Leave the line, wherever *caller* is in it; if it had the turn, the next one gets it.
+        """Remove *caller* from the queue for *key*; if it had the turn, the next caller gets it.
 
         The last caller gets the request whose position in the server's queue it must give up, if there is one.
         Safe to call twice; the second call finishes what an asynchronous exception interrupted.
@@ -218,7 +218,7 @@ class LocalQueue:
             return None
 
     def look_again(self, key: str) -> None:
-        """Ring the first in the line of a lock that others may hold too: one of them has released it."""
+        """Ring the first caller for a lock that several may hold: one of them has released it."""
         with self._mutex:
             self.turns.released(key, clock.wait_time())
             line = self._found(key)
@@ -226,14 +226,14 @@ class LocalQueue:
                 line.first.ring()
 
     def hold(self, key: str, bell: Bell, lease: ref[Holding]) -> None:
-        """Note that *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
+        """Note that the caller of *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
         with self._mutex:
             line = self._found(key)
             if line is not None and line.first is bell:
                 line.holding, line.has_failed, line.expected = lease, False, math.inf
 
     def waiters(self, key: str) -> int:
-        """Return how many callers wait in the line."""
+        """Return how many callers wait in the queue for *key*."""
         with self._mutex:
             if (line := self._found(key)) is None:
                 return 0
@@ -246,7 +246,7 @@ class LocalQueue:
             lease = None if holding is None else holding()
             return lease if lease is not None and lease.is_granted else None
 
-    # What the caller with the turn tells those behind it.
+    # Notes of the caller with the turn for the callers behind it.
 
     def refused(self, key: str, busy: Busy, limit: int | None = None) -> None:
         """Note that another process has the lock, as the server answered just now to a caller with this *limit*."""
@@ -264,13 +264,13 @@ class LocalQueue:
             return line.answer if clock.wait_time() - line.answer.time < within else None
 
     def queued(self, key: str) -> Request | None:
-        """Return the request whose position in the server's queue the callers of this line have, if they have one."""
+        """Return the request with the position in the server's queue of these callers; None if they have none."""
         with self._mutex:
             line = self._found(key)
             return None if line is None else line.queued
 
     def note_queued(self, key: str, request: Request | None) -> None:
-        """Note that *request* has got a position in the server's queue; None: the position has ended."""
+        """Note that *request* has a position in the server's queue; None: the position has ended."""
         with self._mutex:
             line = self._found(key)
             if line is None and request is not None and key in self.lines:
@@ -285,7 +285,7 @@ class LocalQueue:
     def failed(self, key: str, error: LockBackendError) -> None:
         """Note that the server failed for one caller; after two failures in a row, all others give up with *error*.
 
-        A single failure may be that of one connection, such as one that was idle for long and had died.
+        A single failure may concern one connection, such as an idle one that had died.
         """
         with self._mutex:
             if (line := self._found(key)) is None:
@@ -307,16 +307,16 @@ class LocalQueue:
             return True
 
     def _found(self, key: str) -> _Line | None:
-        """Return the line for *key*; None if there is none, or only a single caller that has not waited."""
+        """Return the _Line for *key*; None if there is none, or only a single caller that has not waited."""
         line = self.lines.get(key)
         return line if isinstance(line, _Line) else None
 
     def _line(self, key: str) -> _Line:
-        """Return the line for *key*; make one if there is none, or only a single caller."""
+        """Return the _Line for *key*; make one if there is none, or only a single caller."""
         line = self.lines.setdefault(key, new := _Line())
         if isinstance(line, _Line):
             return line
-        # Callers without the mutex only use setdefault(), which finds the entry; it stays until it leaves.
+        # Callers without the mutex only use setdefault(), which finds the entry, and leave() takes the mutex.
         new.callers.append(line)
         new.turn = new.holding = line
         lease = line()

@@ -37,7 +37,7 @@ EARLY = 0.1
 
 
 class Registry:
-    """The leases that have not ended. It renews held ones after a third of their ttl, and finds lost ones."""
+    """The leases that have not ended. The registry renews held leases after a third of their ttl, and finds lost ones."""
 
     def __init__(self) -> None:
         self._begin()
@@ -54,7 +54,7 @@ class Registry:
         self._ended_by = 0
 
     def add(self, lease: Holding) -> None:
-        """Register *lease*, before its first request; SystemExit at the end of the process, see refuse_at_end()."""
+        """Register *lease* before its first request; SystemExit at the end of the process, see refuse_at_end()."""
         lease.kept_in = self._known
         self._known[id(lease)] = lease.ref, lease
         if self._ended_by:
@@ -69,7 +69,7 @@ class Registry:
             raise SystemExit
 
     def grant(self, lease: Holding, granted: Grant, asked: float) -> bool:
-        """Make *lease* held, and begin to look after it; False as Holding.grant() says."""
+        """Make *lease* held, and plan its renewal; return False where Holding.grant() does."""
         is_held = lease.grant(granted, asked)
         if is_held and (look := min(lease.due, lease.granted_at + SWEEP)) < self._alarm.due:
             self._alarm.at(look)
@@ -81,7 +81,7 @@ class Registry:
             self._known[id(lease)] = lease.ref, lease.backend
 
     def _keeps(self, lease: Holding) -> bool:
-        """Return whether *lease* is kept alive."""
+        """Return True if the registry keeps *lease* alive."""
         return self._known.get(id(lease)) == (lease.ref, lease)
 
     def leases(self) -> list[Holding]:
@@ -95,7 +95,7 @@ class Registry:
         self._begin()
 
     def release_all(self, seconds: float = 2.0) -> None:
-        """Release one lease after the other, also those that may be held; stop after so many seconds."""
+        """Release one lease after the other, also pending ones; stop after so many *seconds*."""
         forks.notice()
         ends = clock.wait_time() + seconds
         for lease in self.leases():
@@ -106,11 +106,11 @@ class Registry:
                         settled(partial(lease.backend.abandon, lease.request))
 
     def end(self, seconds: float) -> None:
-        """Stop other threads from acquiring locks from now on, and release all that are held."""
+        """Stop other threads from acquiring locks from now on, and release all leases."""
         forks.notice()
         self._ended_by = threading.get_ident()
         ends = clock.wait_time() + seconds
-        # Daemon threads still run: a request that is under way may be granted after its lease was released.
+        # Daemon threads still run: a request under way may be granted after its lease was released.
         while clock.wait_time() < ends - seconds / 2 and any(
             each.is_asking for each in self.leases()
         ):
@@ -120,19 +120,19 @@ class Registry:
     # Renewal, and the search for leases that are lost or abandoned.
 
     def _held(self) -> list[Holding]:
-        """Return the leases that are held; one whose deadline has passed becomes lost."""
+        """Return the held leases; a lease whose deadline has passed becomes lost."""
         return [lease for lease in self.leases() if lease.held]
 
     def _look(self) -> None:
         if self._has_unattended:
-            # An error and its frames may refer to a lease, in a cycle that only the collector frees.
+            # An error and its frames may refer to a lease in a cycle, which only the garbage collector frees.
             self._has_unattended = False
             gc.collect()
         try:
             leases = self._held()
             self._end_what_is_over(leases)
             for backend, due in self._take_due().items():
-                # Not behind what is to be given back to a server that hangs, perhaps one of several of this alias.
+                # In a separate lane: releases of this alias may wait for a server that hangs, perhaps one of several.
                 background.submit((backend.alias, "renewal"), partial(self._extend, backend, due))
             if leases:
                 self._alarm.at(self._next_due())
@@ -146,8 +146,8 @@ class Registry:
             if lease.held:
                 lease.lose_with_session()
             if lease.is_unattended:
-                # Other code may still refer to it. If none does, its finalizer releases it, by a
-                # backend that is no garbage itself.
+                # If no other code refers to the lease, its finalizer releases it. The registry keeps the
+                # backend, which the finalizer needs.
                 if self._keeps(lease) and lease not in self._in_flight:
                     self.let_go(lease)
                     self._has_unattended = True
@@ -190,12 +190,12 @@ class Registry:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 if is_kept:
                     self._extended(lease, start, request.ttl)
-                elif lease.is_entered:  # a lease that is being released meanwhile is not lost
+                elif lease.is_entered:  # otherwise the lease is being released, not lost
                     lease.end(State.LOST, "the server says that it is not ours any more")
 
     def _extended(self, lease: Holding, start: float, ttl: float) -> None:
         if not lease.backend.supports_extend:
-            return  # the server was only asked whether it is still held
+            return  # extend() has only asked whether the lease is still held
         if (late := start - lease.due) > lease.request.ttl / 4:
             text = "Lock %s was renewed %s late: is this process busy?"
             warn(text, lease.name, clock.in_words(late), of=lease, late=late)
@@ -203,7 +203,7 @@ class Registry:
         lease.announce(lock_extended, lease=lease)
 
     def _put_back(self, leases: list[Holding], start: float) -> None:
-        """Plan the next renewal of *leases*, whose last one began at *start* (lease time)."""
+        """Plan the next renewal of *leases*, whose last renewal began at *start* (lease time)."""
         now = clock.lease_time()
         for lease in leases:
             # A lease in jeopardy is tried again soon: nine times in a ttl.

@@ -1,4 +1,4 @@
-"""Write once what threads and asyncio tasks both do: a generator yields requests and is sent their answers.
+"""One body of code for threads and for asyncio tasks: a generator yields requests and is sent their answers.
 
 The generator does no I/O. run() calls *carry_out* for each request, arun() awaits it;
 an error of *carry_out* is raised in the generator, at the yield.
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _Ask = TypeVar("_Ask")
 #: A generator that yields requests, is sent their answers, and returns a result.
 Steps = Generator[_Ask, Any, _T]
-#: Seconds: a request that failed later than this is not repeated, as a server that hangs would hang again.
+#: Seconds: a request that failed later than this is not repeated, because a server that hangs would hang again.
 SETTLE = 0.5
 
 
@@ -81,9 +81,9 @@ def settled(
 ) -> _T:
     """Call *ask*, a verb that may be carried out twice, and repeat it if its reply is lost.
 
-    Raise LockOutcomeUnknown if both replies are lost. *within*: there is no repetition if the first call
-    took more seconds than that, on a new connection; SETTLE by default. *is_sure*: whether to believe an answer
-    although the first call may have been carried out a whole time limit before it.
+    Raise LockOutcomeUnknown if both replies are lost. *within*: a first call on a new connection is not
+    repeated if it took more seconds than that, by default SETTLE. *is_sure*: whether to believe an answer
+    although the first call may have been carried out long before.
     """
     began = clock.lease_time()
     try:

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class _Hidden:
-    """Mixin for secret text: error reports, which show the variables of all frames, do not show its value."""
+    """Mixin for secret text: error reports, which show the variables of all frames, show "<secret>" instead."""
 
     __slots__ = ()
 
@@ -41,7 +41,7 @@ class Secret(_Hidden, str):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # a cache may pickle it
+        return str, (str(self),)  # a cache may pickle the text
 
 
 class SecretBytes(_Hidden, bytes):
@@ -72,9 +72,9 @@ def digest_of_reservation(token: int) -> str:
 class Request:
     """A request to hold one lock. Its owner is made with it, before anything is sent.
 
-    *ttl* and *min_hold* are seconds. *key* is the lock's name on the server. With a *limit*, it is a request
-    for any of so many places, and *key* is that of all of them; at() returns the request for one *place*.
-    *position*: the id of the position in the server's queue, which belongs to the process; the owner if it is empty.
+    *ttl* and *min_hold* are seconds. *key* is the lock's name on the server. With a *limit*, the request is for
+    any of so many places, and *key* is that of all places; at() returns the request for one *place*.
+    *position*: the id of the position in the server's queue, which belongs to the process; empty: the owner.
     """
 
     name: str
@@ -95,33 +95,33 @@ class Request:
 
     @property
     def holdings(self) -> list[Self]:
-        """The requests that may hold a lock for it: itself, or one for each place if it is for any."""
+        """The requests for single locks: this one, or for any place, one request for each place."""
         if self.limit is None or self.place is not None:
             return [self]
         return [self.at(place) for place in range(self.limit)]
 
     @property
     def line(self) -> str:
-        """The key of its queue: for a place, that of all places."""
+        """The key of the queue: for a place, the key of all places."""
         return self.key if self.place is None else place_key(self.key, "")
 
     @property
     def waiter(self) -> str:
-        """The id of its position in the server's queue."""
+        """The id of the position in the server's queue."""
         return self.position or self.owner
 
     @property
     def lock_key(self) -> str:
-        """The key that the backend's key_of() made of the name: the same for all places."""
+        """The key that the backend's key_of() made from the name: the same for all places."""
         return self.line.removesuffix(line_key(""))
 
     def at(self, place: int | None) -> Self:
-        """Return the request for this *place*, which is a lock of its own; None: for any."""
+        """Return the request for this *place*, which is a separate lock; None: for any place."""
         return replace(self, key=place_key(self.key, "" if place is None else place), place=place)
 
 
 def first_place(limit: int) -> int:
-    """Return a random place to begin with, so that callers rarely ask for the same one."""
+    """Return a random place to begin with, so that callers rarely try the same place."""
     return random.randrange(limit)  # noqa: S311 - no secret
 
 
@@ -129,7 +129,7 @@ def first_place(limit: int) -> int:
 class Grant:
     """The lock is ours; *token* is None where the backend has no fencing.
 
-    *start* (``clock.lease_time()``): the earliest start of its ttl, if that is later than the request:
+    *start* (``clock.lease_time()``): the earliest start of the ttl, if that is later than the request:
     a server that lets the request wait starts the ttl at the end of the wait.
     """
 
@@ -141,7 +141,7 @@ class Grant:
 class Busy:
     """Another holder has the lock. *remaining* is in seconds; None if it is not known.
 
-    *mark* identifies this holding: the next one of the same holder has another mark. It may be the owner.
+    *mark*, such as the owner, identifies this holding: the holder's next holding has another mark.
     *reserved*: nobody holds the lock, but min_hold refuses it for *remaining* seconds.
     """
 
@@ -152,7 +152,7 @@ class Busy:
 
 
 def first_to_end(places: Iterable[Busy | None]) -> Busy | None:
-    """Return the holding of all *places* that ends first, as far as that is known; None if one is free."""
+    """Return the Busy of *places* that ends first, as far as that is known; None if a place is free."""
     found = [*places]
     known = [busy for busy in found if busy is not None]
     if len(known) < len(found):
@@ -184,7 +184,7 @@ NOT_ENDED = State.PENDING, State.HELD
 
 
 class Read(NamedTuple):
-    """An instance that locked() has read: where, the ``_state`` that tells it from others, and how deep its block is."""
+    """An instance that locked() has read: its database, its ``_state``, which identifies it, and the depth of its block."""
 
     using: str
     state: object
@@ -204,10 +204,10 @@ class LockState(TextChoices):
 class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
-    *age* is the seconds since it was acquired, None if that is not known. *waiters* is the number of
-    positions in its queue on the server; None if there is no queue, and for one of several places, because a
-    waiter waits for any of them. *owner_digest* identifies the holding without revealing the owner; it is ""
-    for a free lock, whose *age* counts from its last change. *reserved*: see Busy.
+    *age* is the seconds since the grant, None if that is not known. *waiters* is the number of positions
+    in the server's queue; None if there is no queue, and for one of several places, because a waiter waits
+    for any of them. *owner_digest* identifies the holding without revealing the owner; it is "" for a free
+    lock, whose *age* counts from its last change. *reserved*: see Busy.
     """
 
     name: str
@@ -223,16 +223,16 @@ class Held:
 
     @property
     def place(self) -> int | None:
-        """The place that is held, of a lock with a limit."""
+        """The place that is held; None for a lock without a limit."""
         return place_of(self.key)
 
     @property
     def limit(self) -> int | None:
-        """How many places the holder's lock has."""
+        """How many places the lock has, as far as the holder says; None without a limit."""
         return self.holder.limit if self.holder else None
 
     def __post_init__(self) -> None:
-        # Other programs that write to the server may have written any text.
+        # Other programs may have written any text to the server.
         object.__setattr__(self, "name", printable(self.name, LONGEST_LISTED))
         object.__setattr__(self, "key", printable(self.key))
         if self.place is not None:
@@ -247,7 +247,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """One batch of a purge; *progress* is how far the whole of it is, from 0 to 1."""
+    """One batch of a purge; *progress* is how far the whole purge is, from 0 to 1."""
 
     looked_at: int
     deleted: int
@@ -255,9 +255,9 @@ class Purged:
 
 
 class Recent:
-    """The texts that were added last, such as the owners that released, to recognise a repeated or late request.
+    """The last texts that were added, such as owners that released, to recognise repeated and late requests.
 
-    Threads change it without a mutex, so it is a plain dict: an OrderedDict breaks in a Python without the GIL.
+    Threads change it without a mutex, so it uses a plain dict: an OrderedDict breaks in a Python without the GIL.
     """
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class Recent:
     def add(self, text: str) -> None:
         self._texts[text] = True
         if len(self._texts) > 2 * REMEMBERED:
-            # Copied in one step. The last ones stay, however many threads are here.
+            # Copied in one step. The last texts stay, even if several threads run this.
             for oldest in [*self._texts][:-REMEMBERED]:
                 self.pop(oldest)
 

@@ -1,4 +1,4 @@
-"""How waiters wait: the ways that a backend can choose, the length of pauses, letting others go first. No I/O."""
+"""How waiters wait: the ways that a backend can choose, the lengths of pauses, letting others go first. No I/O."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.25
 LONGEST_WAKEABLE_PAUSE = 1.0
-#: Seconds: a pause is SHARE of the time for which the same holder was seen, within these bounds.
+#: Seconds: between these bounds, a pause is SHARE of the time since the present holder was first seen.
 SHORTEST_POLL, LONGEST_POLL = 0.01, 0.25
 SHARE = 0.1
-#: Most seconds between two looks of a wait whether to stop.
+#: Most seconds between two looks at *stop*.
 LOOK = 1.0
-#: Seconds after which a server that pays for each waiter, as for a transaction, gets a pause from it.
+#: Seconds of one wait on a server that pays for each waiter, for example by an open transaction.
 SLICE = 10.0
 #: How many times in a row a process lets others go first after it has noticed them.
 TURNS = 16
@@ -35,13 +35,13 @@ _NOBODY = object()
 class Way(enum.Enum):
     """How a waiter learns that it should try again."""
 
-    #: It does not: it tries again after pauses, which are short while the lock often changes its holder.
+    #: The waiter tries again after pauses, which are short while the lock often changes its holder.
     POLL = "poll"
-    #: As POLL, but it probes first, because a try writes to this server even if it is refused.
+    #: As POLL, but the waiter probes first, because on this server even a refused try writes.
     LOOK = "look, then try"
-    #: It is woken, and looks now and then in case a wake-up was lost.
+    #: The waiter is woken, and looks now and then in case a wake-up was lost.
     LISTEN = "listen"
-    #: The server keeps the queue: a try with a position lasts until the lock is granted, or for a time.
+    #: The server keeps the queue: a request waits there until the lock is granted, or for a time.
     ON_SERVER = "wait on the server"
 
 
@@ -59,12 +59,12 @@ class Waiting:
 
     way: Way = Way.POLL
     queueing: Queueing = Queueing.NONE
-    #: Whether the waiters of one process have a line, of which only the first one asks the server. Without one,
-    #: nobody ever waits.
+    #: Whether the callers of one process queue, so that only the first asks the server. False only for locks that are
+    #: always free.
     in_line: bool = True
-    #: Whether the server lets nobody pass who waits in its queue.
+    #: Whether the server serves its queue in order, so that nobody passes a waiter.
     is_in_order: bool = False
-    #: Whether the position in the server's queue becomes the grant, so that no other caller of this process can wait in it.
+    #: Whether the position in the server's queue becomes the grant, so that no other caller of this process can take it over.
     position_is_grant: bool = False
     #: Whether enqueue() takes a position in the queue for any place of a lock with a limit, and keeps it.
     queues_places: bool = False
@@ -77,7 +77,7 @@ class Waiting:
     writers_first: bool = False
 
     def for_places(self) -> Waiting:
-        """Return how waiters wait for any place of a lock with a limit: no server can wait for several locks."""
+        """Return how waiters wait for any place of a lock with a limit; no server can wait for several locks."""
         if self.queues_places:
             return replace(self, queueing=Queueing.ENQUEUE)
         return replace(_POLLING, new_owners=self.new_owners)
@@ -100,9 +100,9 @@ class Waiting:
     def on_server(self, wait: Wait) -> float | None:
         """Return the seconds of the next wait on the server; None: no limit.
 
-        The next one begins at the tail of the server's queue. So it is shorter for those that have just come:
-        callers that have waited for long keep their position for longer. It is random, so that no caller is
-        always at the tail when the lock is released.
+        Each wait begins at the tail of the server's queue. So waits are shorter for new callers, and callers that
+        have waited for long keep their position for longer. The seconds are random, so that no caller is always at
+        the tail when the lock is released.
         """
         if self.look_again is None:
             return wait.left
@@ -130,7 +130,7 @@ class Wait:
         """
         self._stop = stop
         self._began = clock.wait_time() if began is None else began
-        # Some drivers and servers accept no more, and 31 years are enough.
+        # At most LONGEST, as some drivers and servers accept no more, and 31 years are enough.
         self._ends = None if timeout is None else self._began + min(timeout, LONGEST)
         self._pause = SHORTEST_PAUSE
         #: For waits that nothing wakes: the holding that was seen last, and since when.
@@ -139,7 +139,7 @@ class Wait:
 
     @property
     def is_for_one_try(self) -> bool:
-        """Whether its timeout was 0."""
+        """Whether the timeout was 0."""
         return self._ends is not None and self._ends <= self._began
 
     @property
@@ -148,7 +148,7 @@ class Wait:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the timeout, or until *stop* is looked at, never below 0; None without either."""
+        """Seconds until the timeout, or until the next look at *stop*, never below 0; None without either."""
         if self._stop is not None:
             return 0.0 if self.is_over else LOOK
         return None if self._ends is None else max(0.0, self._ends - clock.wait_time())
@@ -169,9 +169,9 @@ class Wait:
         return self.bounded(self._pause, *bounds)
 
     def pause_behind(self, holder: object) -> float:
-        """Return the next pause in seconds where nothing wakes: short at first, longer while the lock keeps its *holder*.
+        """Return the next pause in seconds if nothing wakes the waiter: longer while the lock keeps its *holder*.
 
-        *holder* identifies the holding, None if it is not known.
+        *holder* identifies the holding; None if it is not known.
         """
         now = clock.wait_time()
         if holder != self._holder:
@@ -179,14 +179,14 @@ class Wait:
         return poll_pause(now - self._seen_since)
 
     def bounded(self, *seconds: float | None) -> float:
-        """Return the least of *seconds*, within the time left; None is no bound."""
+        """Return the least of *seconds* and of the time left; None is no bound."""
         return max(0.0, min(each for each in (*seconds, self.left) if each is not None))
 
 
 def poll_pause(seen: float) -> float:
     """Return a pause in seconds for a lock whose present holder was first seen *seen* seconds ago.
 
-    It is random, so that waiters that have waited equally long come first equally often.
+    The pause is random, so that waiters that have waited equally long win equally often.
     """
     return random.uniform(0.5, 1.0) * min(LONGEST_POLL, max(SHORTEST_POLL, seen * SHARE))  # noqa: S311
 
@@ -194,7 +194,7 @@ def poll_pause(seen: float) -> float:
 @dataclass(slots=True)
 class _Wanted:
     left: int
-    #: When this process acquired it; after the release, how long it held it, and when it released it.
+    #: When this process acquired the lock; after the release, how long it held the lock, and when it released it.
     granted: float | None = None
     held: float = 0.0
     released: float | None = None
@@ -207,7 +207,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        #: By key. Callers read it to see whether there are any.
+        #: By key. Callers read it to see whether it is empty.
         self.wanted: dict[str, _Wanted] = {}
 
     def refused(self, key: str) -> _Wanted:
@@ -216,11 +216,11 @@ class Turns:
             return wanted
         if len(self.wanted) >= MOST_KNOWN:
             self.wanted.clear()
-        # Other threads change it too, and may have added one or may remove this one.
+        # setdefault(), because other threads add and remove locks, too.
         return self.wanted.setdefault(key, _Wanted(TURNS))
 
     def waited_for(self, key: str, held: float, now: float) -> None:
-        """Note that others waited while this process held the lock, for *held* seconds until *now*."""
+        """Note that other processes waited while this one held the lock, for *held* seconds until *now*."""
         wanted = self.refused(key)
         wanted.held, wanted.granted, wanted.released = held, None, now
 
@@ -234,8 +234,8 @@ class Turns:
             wanted.held, wanted.granted, wanted.released = now - granted, None, now
 
     def first_pause(self, key: str, now: float) -> float:
-        """Return the pause before the first try: that of a waiter that has waited since the release, or 0."""
-        # Callers without a position in the line ask for it too, each in its own thread.
+        """Return the pause before the first try: the rest of the pause of a waiter in another process, or 0."""
+        # Callers outside the local queue call this, too, each in its own thread.
         if (wanted := self.wanted.get(key)) is None or (released := wanted.released) is None:
             return 0.0
         wanted.left -= 1
