@@ -144,7 +144,7 @@ def test_an_exception_of_a_signal_while_the_commit_frees_it_keeps_it_from_nobody
         step, calls = StopAt(number), list[str]()
 
         def count_releases(frame: FrameType, event: str, argument: object) -> None:
-            if "/engine/" in frame.f_code.co_filename or step.calls:
+            if "django_distlock/engine/" in frame.f_code.co_filename or step.calls:
                 calls.append(event)
                 step._count(frame, event, argument)
 
