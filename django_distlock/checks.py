@@ -68,9 +68,7 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
             yield _wrong(error)
 
 
-def _check_alias(
-    backend: BaseLockBackend, databases: Sequence[str] | None
-) -> list[CheckMessage]:
+def _check_alias(backend: BaseLockBackend, databases: Sequence[str] | None) -> list[CheckMessage]:
     try:
         return backend.check(databases)
     except Exception:
