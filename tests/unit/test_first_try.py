@@ -60,7 +60,7 @@ def test_its_error_keeps_no_lease_alive(
     del lease
 
     assert len(tries) == 2
-    # Without the GIL, a reference that another thread dropped counts until this thread goes on.
+    # The clock thread refers to all leases for a moment, once a second; without the GIL, other threads do, too.
     eventually(lambda: known() is None)
 
 
