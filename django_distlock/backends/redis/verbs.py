@@ -77,7 +77,10 @@ def label_of(made: object) -> str:
     """Return as a label what a cache adds to keys; *made* is its key for PROBE. ValueError if that hides the lock's key."""
     before, _sample, after = str(made).partition(_SAMPLE)
     if not (before.endswith("{") and after.startswith("}")) or "{}" in str(made):
-        msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
+        msg = (
+            f"the cache's key function, or its KEY_PREFIX, makes {made!r} of a key: let it keep the key as it is, "
+            "and add no {}; a hash tag such as {shop} may be added"
+        )
         raise ValueError(msg)
     template = before + after
     return "" if template == _PLAIN else key_label(template)
