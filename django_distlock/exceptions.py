@@ -29,8 +29,8 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
 
     *waited* and *remaining* (the rest of the holder's lease, if known) are seconds. With *reserved_until*
     nobody holds the lock, but min_hold refuses it to others until that time. With a *limit* all places were
-    held or reserved, and the other facts are of the place known to end first. *limit* may be the lower limit of a
-    caller of this process that came before and left no free place to this one.
+    held or reserved, and the other facts are of the place known to end first. *limit* may be the lower limit of
+    an earlier caller of this process, behind which this one waited although a place was free.
     The error ends a management command with one line, as any CommandError does.
     """
 

@@ -88,7 +88,7 @@ class CacheOptions:
 
 
 class _WithoutKeyFunction(CacheHandler):
-    """A cache for each thread that uses keys unchanged: a lock keeps its key, even if KEY_FUNCTION depends on time."""
+    """A cache for each thread that uses keys unchanged: a lock keeps its key, also if KEY_FUNCTION returns another later."""
 
     def create_connection(self, alias: str) -> BaseCache:
         cache: Any = super().create_connection(alias)

@@ -62,7 +62,7 @@ logger = logging.getLogger("django_distlock")
 
 #: What clock.postmark() returns.
 Postmark = tuple[float, str, float]
-#: The header or argument with the result of packed(). It is as secret as the queue.
+#: The header or argument with a text of packed() or Lease.detach(). It is as secret as the queue.
 HEADER = "distlock"
 #: Salt of the signature in packed().
 SALT = "django_distlock.task"

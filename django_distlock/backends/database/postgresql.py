@@ -56,7 +56,7 @@ _LATER = "{} + make_interval(secs => {})"
 _AFTER = _LATER.format("clock_timestamp()", "{}")
 _LEFT = "extract(epoch FROM available_at - clock_timestamp())::float8"
 _AVAILABLE = _AFTER.format("%(taken_for)s")
-# Comes first in a list of columns: later columns never see a later time, so that the columns agree.
+# Comes first in a list of columns: a lease that has expired here has also expired for the later columns.
 _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
 # Makes the commit wait for the disk: a lease lost in a crash would have two holders. {}: only for this transaction.
 _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')

@@ -68,7 +68,7 @@ class EtcdBackend(QueueBackend):
             return self._still_waiting(node, error)
 
     def _still_waiting(self, node: Key, error: LockBackendError) -> Busy:
-        """Return the holder that refused a waiter before this *error*; raise *error* if etcd is silent for long before that.
+        """Return the holder that has refused a waiter; without one, raise *error* if etcd has been silent for long.
 
         A position in the queue is kept while the session lasts; a first try may take as long.
         """
