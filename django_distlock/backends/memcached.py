@@ -142,7 +142,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         if found == value or (record := _record(found)).owner == request.owner:
             is_late = clock.lease_time() - asked > LATE
             return Busy() if is_late and not self._extend(request) else Grant(None)
-        may_mark = left != 0 and request.key not in self.queue.turns.wanted
+        may_mark = left != 0 and request.key not in self.queue.contested.wanted
         if may_mark and found and not found.endswith(MARK):
             # The mark tells the holder, which may never have been refused, to let other processes go first.
             with suppress(LockBackendError):
@@ -161,7 +161,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
                 return Release.TAKEN if record else Release.GONE
             if mark:
                 left = record.ends - clock.lease_time()
-                self.queue.turns.waited_for(request.key, request.ttl - left, clock.wait_time())
+                self.queue.contested.waited_for(request.key, request.ttl - left, clock.wait_time())
             if self._delete(request, MemcachedConnection.cas, b"", number, AT_ONCE):
                 return Release.RELEASED
         raise self._restless()

@@ -158,7 +158,7 @@ def _may_ask_at_once(lease: Holding) -> bool:
     """Return True if no other caller of this process wants the lock; the lease is then the first in its local queue."""
     backend = lease.backend
     if backend.waiting.in_line:
-        if (line := lease.line) in backend.queue.turns.wanted:
+        if (line := lease.line) in backend.queue.contested.wanted:
             return False  # other processes may have to go first
         # Set before setdefault(), because an asynchronous exception may come between the two.
         lease.in_line_as = lease.ref
@@ -295,7 +295,7 @@ class Attempt:
         self._wait_no_more()
         self.backend.forget_bell(self.request)
         queue, lease = self.backend.queue, self.lease
-        queue.turns.granted(self._line, clock.wait_time())
+        queue.contested.granted(self._line, clock.wait_time())
         if lease.in_line_as is not None:
             queue.hold(self._line, self.bell, lease.ref)
 
@@ -348,7 +348,7 @@ class Attempt:
             self.lease.in_line_as = self.bell
         if stands and not queue.join(line, self.bell):
             yield from self._stand_behind()
-        elif pause := queue.turns.first_pause(line, clock.wait_time()):
+        elif pause := queue.contested.first_pause(line, clock.wait_time()):
             yield self._rest(self.bell.wait, self.wait.bounded(pause))
         if self.lease.in_line_as is not None and not is_in_order and queue.gives_way(line):
             yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
@@ -600,7 +600,7 @@ class Attempt:
     def _wait(self) -> Steps[Act, None]:
         queue, waiting = self.backend.queue, self._waiting
         if waiting.polls and self.lease.in_line_as is not None:
-            queue.turns.refused(self._line)
+            queue.contested.refused(self._line)
         had_position = self.on_server is OnServer.POSITION
         # enqueue() keeps a position for any place of a lock; a position for a lock without a limit is kept by tries.
         if waiting.queueing is not Queueing.NONE and (not had_position or self._limit is not None):

@@ -11,7 +11,7 @@ from weakref import ref
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
-from .waiting import Turns
+from .waiting import ContestedLocks
 
 if TYPE_CHECKING:
     from django_distlock.exceptions import LockBackendError
@@ -109,7 +109,7 @@ class LocalQueue:
     def __init__(self) -> None:
         self.lines: dict[str, ref[Holding] | _Line] = {}
         #: The locks that other processes want, too, for backends that do not wake waiters.
-        self.turns = Turns()
+        self.contested = ContestedLocks()
         self._failures: dict[Bell, LockBackendError] = {}
         self._mutex = section()
 
@@ -202,8 +202,8 @@ class LocalQueue:
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line):
-                if self.turns.wanted and line.first is caller:
-                    self.turns.released(key, clock.wait_time())
+                if self.contested.wanted and line.first is caller:
+                    self.contested.released(key, clock.wait_time())
                 if not isinstance(caller, ref):
                     self._failures.pop(caller, None)
                 with suppress(ValueError):
@@ -220,7 +220,7 @@ class LocalQueue:
     def look_again(self, key: str) -> None:
         """Ring the first caller for a lock that several may hold: one of them has released it."""
         with self._mutex:
-            self.turns.released(key, clock.wait_time())
+            self.contested.released(key, clock.wait_time())
             line = self._found(key)
             if line is not None and line.first is not None and not isinstance(line.first, ref):
                 line.first.ring()

@@ -25,8 +25,8 @@ LOOK = 1.0
 #: Seconds of one wait on a server that pays for each waiter, for example by an open transaction.
 SLICE = 10.0
 #: How many times in a row a process lets others go first after it has noticed them.
-TURNS = 16
-#: How many locks Turns keeps at most.
+YIELDS = 16
+#: How many locks ContestedLocks keeps at most.
 MOST_KNOWN = 1000
 #: The holder before one was seen.
 _NOBODY = object()
@@ -200,7 +200,7 @@ class _Wanted:
     released: float | None = None
 
 
-class Turns:
+class ContestedLocks:
     """The locks of one backend that other processes want, too: after a release, a process lets them go first.
 
     Otherwise a process that wants the lock again at once would get it every time, as the others are in a pause.
@@ -212,12 +212,12 @@ class Turns:
 
     def refused(self, key: str) -> _Wanted:
         if (wanted := self.wanted.get(key)) is not None:
-            wanted.left = TURNS
+            wanted.left = YIELDS
             return wanted
         if len(self.wanted) >= MOST_KNOWN:
             self.wanted.clear()
         # setdefault(), because other threads add and remove locks, too.
-        return self.wanted.setdefault(key, _Wanted(TURNS))
+        return self.wanted.setdefault(key, _Wanted(YIELDS))
 
     def waited_for(self, key: str, held: float, now: float) -> None:
         """Note that other processes waited while this one held the lock, for *held* seconds until *now*."""

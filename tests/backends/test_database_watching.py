@@ -157,7 +157,7 @@ def test_who_has_just_released_what_others_want_lets_them_go_first(
 
     def leave_once_both_were_refused() -> None:
         sites = [locks[site] for site in ("first", "second")]
-        eventually(lambda: all(third.key in site.queue.turns.wanted for site in sites), 20)
+        eventually(lambda: all(third.key in site.queue.contested.wanted for site in sites), 20)
         locks["first"].release(third)
 
     together(partial(work, "first"), partial(work, "second"), leave_once_both_were_refused)

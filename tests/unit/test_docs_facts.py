@@ -327,7 +327,7 @@ FACTS = [
     (MEMCACHED_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"at least {cache_alias.LEAST_TTL:g} seconds and at most {DAYS:g} days"),
     (MEMCACHED_PAGE, f"is {SHORTEST:g} to {waiting.SHORTEST_POLL * 1000:g} milliseconds while"),
-    (MEMCACHED_PAGE, f"after {waiting.TURNS} times in a row"),
+    (MEMCACHED_PAGE, f"after {waiting.YIELDS} times in a row"),
     (MEMCACHED_PAGE, f"keeps up to {KEPT} connections open"),
     (MEMCACHED_PAGE, f"given up after `io_timeout` ({MEMCACHED.io_timeout:g} second)"),
     (MEMCACHED_PAGE, f"after `connect_timeout` ({MEMCACHED.connect_timeout:g} seconds)"),

@@ -12,7 +12,7 @@ from django_distlock.engine.waiting import (
     LONGEST_POLL as LONGEST,
     MOST_KNOWN,
     SHORTEST_POLL as SHORTEST,
-    Turns,
+    ContestedLocks,
     Wait,
     poll_pause,
 )
@@ -54,54 +54,54 @@ def test_they_are_short_again_when_it_changes_hands(
 
 
 def test_nobody_lets_others_go_first_who_was_never_refused() -> None:
-    turns = Turns()
+    contested = ContestedLocks()
 
-    assert "key" not in turns.wanted
-    turns.granted("key", 1.0)
-    turns.released("key", 2.0)
+    assert "key" not in contested.wanted
+    contested.granted("key", 1.0)
+    contested.released("key", 2.0)
 
-    assert turns.first_pause("key", 2.0) == 0.0
+    assert contested.first_pause("key", 2.0) == 0.0
 
 
-def hold(turns: Turns, begins: float, ends: float) -> None:
+def hold(contested: ContestedLocks, begins: float, ends: float) -> None:
     """Hold the lock for so long."""
-    assert "key" in turns.wanted
-    turns.granted("key", begins)
-    turns.released("key", ends)
+    assert "key" in contested.wanted
+    contested.granted("key", begins)
+    contested.released("key", ends)
 
 
 def test_who_was_refused_lets_others_go_first_after_each_hold_as_one_of_them() -> None:
-    turns = Turns()
-    turns.refused("key")
-    assert turns.first_pause("key", 1.0) == 0.0, "it had no turn yet"
-    hold(turns, 1.0, 3.0)
+    contested = ContestedLocks()
+    contested.refused("key")
+    assert contested.first_pause("key", 1.0) == 0.0, "it has not held the lock yet"
+    hold(contested, 1.0, 3.0)
 
-    assert 0.1 <= turns.first_pause("key", 3.0) <= 0.2
-    assert turns.first_pause("another", 3.0) == 0.0
+    assert 0.1 <= contested.first_pause("key", 3.0) <= 0.2
+    assert contested.first_pause("another", 3.0) == 0.0
 
 
 def test_who_was_never_refused_lets_others_go_first_that_waited_meanwhile() -> None:
-    turns = Turns()
-    turns.waited_for("key", 2.0, 3.0)
-    turns.released("key", 3.1)
+    contested = ContestedLocks()
+    contested.waited_for("key", 2.0, 3.0)
+    contested.released("key", 3.1)
 
-    assert 0.1 <= turns.first_pause("key", 3.0) <= 0.2
+    assert 0.1 <= contested.first_pause("key", 3.0) <= 0.2
 
 
 def test_the_time_since_the_release_counts() -> None:
-    turns = Turns()
-    turns.refused("key")
-    hold(turns, 1.0, 3.0)
+    contested = ContestedLocks()
+    contested.refused("key")
+    hold(contested, 1.0, 3.0)
 
-    assert turns.first_pause("key", 3.2) == 0.0
+    assert contested.first_pause("key", 3.2) == 0.0
 
 
 def test_not_more_locks_are_known_than_a_process_can_bear() -> None:
-    turns = Turns()
+    contested = ContestedLocks()
     for number in range(3 * MOST_KNOWN):
-        turns.refused(f"key:{number}")
+        contested.refused(f"key:{number}")
 
-    assert 0 < len(turns.wanted) <= MOST_KNOWN
+    assert 0 < len(contested.wanted) <= MOST_KNOWN
 
 
 def test_of_eight_who_want_it_at_once_each_has_it_about_as_often(
@@ -109,22 +109,22 @@ def test_of_eight_who_want_it_at_once_each_has_it_about_as_often(
 ) -> None:
     """Simulated: holds of a millisecond, by processes that want it again a moment after they had it."""
     random.seed(1)
-    turns, waits = [Turns() for _ in range(8)], [Wait(None) for _ in range(8)]
+    contested, waits = [ContestedLocks() for _ in range(8)], [Wait(None) for _ in range(8)]
     next_look, served = [0.0] * 8, list[int]()
     holding, ends, owner = -1, 0.0, 0
     while len(served) < 2_000:
         who = min(range(8), key=next_look.__getitem__)
         now = wait_clock.now = next_look[who]
         if now < ends:
-            turns[who].refused("key")
+            contested[who].refused("key")
             next_look[who] = now + waits[who].pause_behind((holding, owner))
             continue
         holding, ends, owner = who, now + 0.001, owner + 1
         served.append(who)
         waits[who] = Wait(None)
-        turns[who].granted("key", now)
-        turns[who].released("key", ends)
-        next_look[who] = ends + max(0.0002, turns[who].first_pause("key", ends))
+        contested[who].granted("key", now)
+        contested[who].released("key", ends)
+        next_look[who] = ends + max(0.0002, contested[who].first_pause("key", ends))
 
     assert _jain(served) > 0.95
     # Of so many the long run is fair by chance, even if each takes it many times in a row.
