@@ -21,7 +21,7 @@ from .engine.steps import settled
 from .engine.values import LockState
 from .exceptions import first_line
 from .ground import clock
-from .ground.naming import checked_name, line_key, line_of, warn
+from .ground.naming import checked_name, limit_key, lock_of, warn
 from .handler import locks
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def holdings(using: str, name: str | Model | None = None) -> list[Held]:
         return grouped(settled(lambda: [*backend.held()]))
     key = backend.key_of(checked_name(name))
     alone = settled(lambda: [*backend.held(key)])
-    return alone or [each for each in holdings(using) if line_of(each.key) == line_key(key)]
+    return alone or [each for each in holdings(using) if lock_of(each.key) == limit_key(key)]
 
 
 def elsewhere(name: str | Model, using: str) -> list[str]:
@@ -129,7 +129,7 @@ def grouped(found: Iterable[Held]) -> list[Held]:
     """Return *found* in the same order, but with all places of a lock together."""
     by_lock: dict[str, list[Held]] = {}
     for held in found:
-        by_lock.setdefault(line_of(held.key), []).append(held)
+        by_lock.setdefault(lock_of(held.key), []).append(held)
     return [
         held
         for places in by_lock.values()

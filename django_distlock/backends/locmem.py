@@ -26,7 +26,7 @@ from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import owned, section
-from django_distlock.ground.naming import line_of
+from django_distlock.ground.naming import lock_of
 from django_distlock.transactions import Block
 
 from .base import BaseLockBackend, memory
@@ -247,7 +247,7 @@ class LocMemBackend(BaseLockBackend):
                 del record.holdings[owner]
             if owner_digest in shown and not record.holdings:
                 record.available = 0.0  # free at once, without its min_hold
-            self.queue.look_again(line_of(key))
+            self.queue.look_again(lock_of(key))
             return owner_digest in shown
 
     def purge(

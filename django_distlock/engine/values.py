@@ -14,7 +14,7 @@ from django.db.models import TextChoices
 from django.utils.translation import gettext_lazy as _
 
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, line_key, place_key, place_of, printable
+from django_distlock.ground.naming import LONGEST_LISTED, limit_key, place_key, place_of, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -91,7 +91,7 @@ class Request:
     def with_limit(self, limit: int) -> Self:
         """Return a request for any of *limit* places under this name."""
         holder = replace(self.holder, limit=limit)
-        return replace(self, key=line_key(self.key), holder=holder, limit=limit)
+        return replace(self, key=limit_key(self.key), holder=holder, limit=limit)
 
     @property
     def holdings(self) -> list[Self]:
@@ -113,7 +113,7 @@ class Request:
     @property
     def lock_key(self) -> str:
         """The key that the backend's key_of() made from the name: the same for all places."""
-        return self.line.removesuffix(line_key(""))
+        return self.line.removesuffix(limit_key(""))
 
     def at(self, place: int | None) -> Self:
         """Return the request for this *place*, which is a separate lock; None: for any place."""

@@ -75,8 +75,8 @@ def with_label(label: str, key: str) -> str:
     return f"{label}|{key}" if label else key
 
 
-def line_key(key: str) -> str:
-    """Return the key of all places of a lock: *key* and a ``~``, which no key of a lock without a limit has."""
+def limit_key(key: str) -> str:
+    """Return the key of a lock with a limit: *key* and a ``~``, which no key of a lock without a limit has."""
     return f"{key}~"
 
 
@@ -85,8 +85,8 @@ def place_key(key: str, place: int | str) -> str:
     return f"{key[: key.rindex('~') + 1]}{place}"
 
 
-def line_of(key: str) -> str:
-    """Return the key of the queue for *key*: for a place, the key of all places."""
+def lock_of(key: str) -> str:
+    """Return the key of the lock to which *key* belongs: for a place, the key of all places."""
     return key if place_of(key) is None else place_key(key, "")
 
 

@@ -9,7 +9,7 @@ import pytest
 from django_distlock import LockNotAcquired, distributed_lock, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.values import Busy, first_to_end
-from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
+from django_distlock.ground.naming import limit_key, lock_of, place_key, place_of, server_key
 from django_distlock.testing import held_elsewhere
 
 
@@ -18,12 +18,12 @@ def test_no_name_has_the_key_of_a_place(name: str) -> None:
     key = server_key(name)
 
     assert place_of(key) is None
-    assert line_of(key) == key
-    place = place_key(line_key(key), 12)
+    assert lock_of(key) == key
+    place = place_key(limit_key(key), 12)
     assert place_of(place) == 12
-    assert place_key(place, 7) == place_key(line_key(key), 7)
-    assert line_of(place) == line_of(line_key(key)) == line_key(key)
-    assert len(place_key(line_key(server_key(name, prefix=name, kind="kind")), 999)) <= 255
+    assert place_key(place, 7) == place_key(limit_key(key), 7)
+    assert lock_of(place) == lock_of(limit_key(key)) == limit_key(key)
+    assert len(place_key(limit_key(server_key(name, prefix=name, kind="kind")), 999)) <= 255
 
 
 def test_the_place_that_is_free_first_is_told() -> None:

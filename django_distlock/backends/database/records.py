@@ -23,7 +23,7 @@ from django.db.models.functions import Coalesce, Now
 from django_distlock.backends.base import MOST_FREE
 from django_distlock.engine.values import Held, digest, digest_of_reservation
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import line_of, shown
+from django_distlock.ground.naming import lock_of, shown
 
 from .dialect import COUNTER, LOCK, short_transaction
 from .postgresql import AFTER_FORCED_RELEASE
@@ -164,7 +164,7 @@ def free(cursor: CursorWrapper, row: Any) -> bool:
     The token is raised, so that guard() and fenced rows refuse the old holder from now on.
     """
     key = row.method_name
-    known = {"key": key, "line": line_of(key), "owner": row.owner, "token": row.fencing_token}
+    known = {"key": key, "line": lock_of(key), "owner": row.owner, "token": row.fencing_token}
     is_same = _IS_RESERVED if is_reserved(row) else _IS_HELD
     # Write first: SQLite may refuse writes in a transaction that began with a read.
     cursor.execute((_CLEAR_OWNER + is_same).format(now=clock(cursor)), known)

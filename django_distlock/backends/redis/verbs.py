@@ -25,7 +25,7 @@ from django_distlock.engine.values import (
 )
 from django_distlock.exceptions import Contended, LockBackendError, NotSupported
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, key_label, line_of, place_of, printable
+from django_distlock.ground.naming import LONGEST_LISTED, key_label, lock_of, place_of, printable
 
 from . import scripts
 from .connections import Command, Conversation
@@ -109,7 +109,7 @@ def split_label(key: str) -> tuple[str, str]:
 @lru_cache(_REMEMBERED)
 def keys_of(key: str) -> Keys:
     """Return the keys on the server for the lock *key*."""
-    return Keys(record_of(key), record_of(line_of(key)))
+    return Keys(record_of(key), record_of(lock_of(key)))
 
 
 def record_of(key: str) -> str:
@@ -141,7 +141,7 @@ class KeySpace:
         The number of a place comes last, outside the braces: all places of a lock share its slot.
         """
         place = place_of(key)
-        return f"{self._before}{line_of(key)}{self._after}{'' if place is None else place}"
+        return f"{self._before}{lock_of(key)}{self._after}{'' if place is None else place}"
 
     def key_of(self, record: str) -> str | None:
         """Return the key of the lock of *record*, without a label; None if that is not a record with this label."""
