@@ -140,7 +140,7 @@ class Dialect(ABC):
         self.enqueue_sql = self.sql(_ENQUEUE + self.on_enqueue)
         self.dequeue_sql = self.sql(_DEQUEUE)
         self.look_at_sql = self.sql(_LOOK_AT)
-        self.keep_place_sql = self.sql(_KEEP_POSITION)
+        self.keep_position_sql = self.sql(_KEEP_POSITION)
 
     def expressions(self) -> dict[str, str]:
         """Return the SQL for each name in braces."""
@@ -196,7 +196,7 @@ class Dialect(ABC):
         if queued and isinstance(answer, Grant):
             self.dequeue(cursor, request)
         elif queued:
-            cursor.execute(self.keep_place_sql, {"position": request.waiter})
+            cursor.execute(self.keep_position_sql, {"position": request.waiter})
         return answer
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:

@@ -148,7 +148,7 @@ WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_times
 RETURNING l.owner
 """
 
-_SETTLE = f"""
+_CONFIGURE = f"""
 SELECT set_config('default_transaction_isolation', 'read committed', false),
     set_config('default_transaction_read_only', 'off', false), {_DURABLE.format("false")}
 """
@@ -371,7 +371,7 @@ def configure(connection: BaseDatabaseWrapper) -> bool:
     if not is_direct(connection):
         return False
     with connection.cursor() as cursor:
-        cursor.execute(_SETTLE)
+        cursor.execute(_CONFIGURE)
     return True
 
 

@@ -37,7 +37,7 @@ _QUERY_CANCELED = "57014"
 
 # Lifts the time limits that an operator may have set for all sessions, because they would end a healthy lock, and
 # makes the server notice a dead client soon. Not every version has all these settings, so they are joined by name.
-_SETTLE = """
+_LIFT_LIMITS = """
 SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
     ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
@@ -155,7 +155,7 @@ ON CONFLICT (method_name) DO NOTHING"""
             problem = f"the database {connection.alias!r} is a standby, {OWN_LOCKS}"
             raise Unusable(problem, PRIMARY)
         with connection.cursor() as cursor:
-            cursor.execute(_SETTLE)
+            cursor.execute(_LIFT_LIMITS)
             try:
                 cursor.execute(_LOOK_AFTER_CLIENT)
             except DatabaseError:
