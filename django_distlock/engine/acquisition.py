@@ -304,7 +304,7 @@ class Attempt:
         self.requests = int(answer is not None)
         if answer is None:
             self.on_server = OnServer.NOTHING
-            yield from self._take_turn()
+            yield from self._join_queue()
             this = self._begin_try(is_first=True)
         elif isinstance(answer, (Contended, NotSent)):
             self.on_server = OnServer.NOTHING
@@ -326,7 +326,7 @@ class Attempt:
                 yield from self._wait()
                 is_passed = self._was_passed_over()
             if is_passed:
-                yield from self._stand_behind()
+                yield from self._await_turn()
         except (Contended, NotSent) as error:
             yield self._give_others_time(error, this)
         return False
@@ -338,22 +338,22 @@ class Attempt:
 
     # The local queue.
 
-    def _take_turn(self) -> Steps[Act, None]:
+    def _join_queue(self) -> Steps[Act, None]:
         queue, line = self.backend.queue, self._line
         is_in_order = self._waiting.is_in_order
         # A single try joins the queue only if it must wait for its turn: otherwise it delays no other caller.
         waits = is_in_order and queue.waiters(line) > 0
-        stands = not self.wait.is_over or queue.held_by(line) is not None or waits
-        if stands:
+        joins = not self.wait.is_over or queue.held_by(line) is not None or waits
+        if joins:
             self.lease.in_line_as = self.bell
-        if stands and not queue.join(line, self.bell):
-            yield from self._stand_behind()
+        if joins and not queue.join(line, self.bell):
+            yield from self._await_turn()
         elif pause := queue.contested.first_pause(line, clock.wait_time()):
             yield self._rest(self.bell.wait, self.wait.bounded(pause))
         if self.lease.in_line_as is not None and not is_in_order and queue.gives_way(line):
             yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
 
-    def _stand_behind(self) -> Steps[Act, None]:
+    def _await_turn(self) -> Steps[Act, None]:
         """Wait in the local queue until it is our turn to ask the server, or no time is left."""
         queue, line = self.backend.queue, self._line
         while not self._has_turn():
