@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -42,42 +43,28 @@ class Answer(NamedTuple):
     limit: int | None
 
 
+@dataclass(eq=False, slots=True)
 class _Line:
     """The callers that want one lock. The first has the turn: it asks the server. It keeps the turn while it alone holds the lock."""
 
-    __slots__ = (
-        "answer",
-        "asker",
-        "callers",
-        "expected",
-        "has_failed",
-        "holding",
-        "in_a_row",
-        "is_contested",
-        "passed",
-        "queued",
-        "turn",
-    )
-
-    def __init__(self) -> None:
-        self.callers: deque[LocalCaller] = deque()
-        #: The caller that was told that it has the turn.
-        self.turn: LocalCaller | None = None
-        #: By when the caller with the turn must go on, or another one takes the turn (``clock.wait_time()``).
-        self.expected = math.inf
-        #: The lease that holds the lock; a weak reference, so that the queue does not keep the lease alive.
-        self.holding: ref[Holding] | None = None
-        #: The request with the position in the server's queue, which belongs to all callers of this local queue.
-        self.queued: Request | None = None
-        self.answer: Answer | None = None
-        self.in_a_row = 0
-        self.is_contested = False
-        #: Callers that have lost the turn because they were silent, and have not noticed that yet.
-        self.passed: set[LocalCaller] = set()
-        #: The owner of the request that the caller with the turn has sent.
-        self.asker = ""
-        #: Whether the last answer to a caller was an error of the server.
-        self.has_failed = False
+    callers: deque[LocalCaller] = field(default_factory=deque)
+    #: The caller that was told that it has the turn.
+    turn: LocalCaller | None = None
+    #: By when the caller with the turn must go on, or another one takes the turn (``clock.wait_time()``).
+    expected: float = math.inf
+    #: The lease that holds the lock; a weak reference, so that the queue does not keep the lease alive.
+    holding: ref[Holding] | None = None
+    #: The request with the position in the server's queue, which belongs to all callers of this local queue.
+    queued: Request | None = None
+    answer: Answer | None = None
+    in_a_row: int = 0
+    is_contested: bool = False
+    #: Callers that have lost the turn because they were silent, and have not noticed that yet.
+    passed: set[LocalCaller] = field(default_factory=set)
+    #: The owner of the request that the caller with the turn has sent.
+    asker: str = ""
+    #: Whether the last answer to a caller was an error of the server.
+    has_failed: bool = False
 
     @property
     def first(self) -> LocalCaller | None:
