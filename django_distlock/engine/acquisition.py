@@ -674,12 +674,7 @@ class Attempt:
         if busy.reserved and busy.remaining is not None:
             until = datetime.now(UTC) + timedelta(seconds=busy.remaining)
         raise LockNotAcquired(
-            self.lease.name,
-            self.wait.waited,
-            busy.holder,
-            busy.remaining,
-            until,
-            self._limit,
+            self.lease.name, self.wait.waited, busy.holder, busy.remaining, until, self._limit
         )
 
     def abandon(self) -> None:

@@ -119,10 +119,7 @@ class Wait:
     __slots__ = ("_began", "_ends", "_holder", "_pause", "_seen_since", "_stop")
 
     def __init__(
-        self,
-        timeout: float | None,
-        began: float | None = None,
-        stop: threading.Event | None = None,
+        self, timeout: float | None, began: float | None = None, stop: threading.Event | None = None
     ) -> None:
         """*timeout* is in seconds; None: no limit, 0: one try. *began* is a ``clock.wait_time()``, by default now.
 
