@@ -84,7 +84,7 @@ class Background:
                 self._lanes.setdefault(lane, deque()).append(job)
                 self._find_worker()
             except BaseException:
-                self.at(clock.lease_time(), self._find_worker_now)
+                self.at(clock.lease_time(), self._find_worker)
                 raise
 
     def drain(self, seconds: float = 2.0) -> None:
@@ -105,20 +105,17 @@ class Background:
             return bool(self._busy) or any(self._lanes.values())
 
     def _find_worker(self) -> None:
-        if self._idle:
-            self._has_work.notify()
-        # Count lanes, because an idle thread that was woken before may not have taken its lane yet.
-        if len(self._free()) > self._idle and self._workers < WORKERS:
-            try:
-                start_daemon(self._work, "distlock-io")
-                self._workers += 1
-            except NoThreadError as error:
-                warn("No thread for the work on locks, tried again soon: %s", error)
-                self.at(clock.lease_time() + SOON, self._find_worker_now)
-
-    def _find_worker_now(self) -> None:
         with self._mutex:
-            self._find_worker()
+            if self._idle:
+                self._has_work.notify()
+            # Count lanes, because an idle thread that was woken before may not have taken its lane yet.
+            if len(self._free()) > self._idle and self._workers < WORKERS:
+                try:
+                    start_daemon(self._work, "distlock-io")
+                    self._workers += 1
+                except NoThreadError as error:
+                    warn("No thread for the work on locks, tried again soon: %s", error)
+                    self.at(clock.lease_time() + SOON, self._find_worker)
 
     def _work(self) -> None:
         while (lane := self._next_lane()) is not None:
