@@ -52,27 +52,6 @@ def to_wire(answer: Any) -> bytes:
     return b"*%d\r\n" % len(answer) + b"".join(map(to_wire, answer))
 
 
-def from_wire(data: bytes) -> tuple[list[list[bytes]], bytes]:
-    """Return the whole requests in *data*, and the rest of it."""
-    requests, at = list[list[bytes]](), 0
-    while True:
-        start = at
-        end = data.find(b"\r\n", at)
-        if end < 0:
-            return requests, data[start:]
-        words, at = list[bytes](), end + 2
-        for _ in range(int(data[start + 1 : end])):
-            end = data.find(b"\r\n", at)
-            if end < 0:
-                return requests, data[start:]
-            size = int(data[at + 1 : end])
-            at = end + 2 + size + 2
-            if len(data) < at:
-                return requests, data[start:]
-            words.append(data[at - 2 - size : at - 2])
-        requests.append(words)
-
-
 def _score(text: bytes) -> tuple[float, bool]:
     """Return a bound of ZRANGEBYSCORE, and whether it is exclusive."""
     return (float(text[1:]), True) if text.startswith(b"(") else (float(text), False)

@@ -15,7 +15,7 @@ import redis as driver
 from django_distlock.backends.redis import scripts
 from tests.fixtures.redis import Redis
 
-from .redis_memory import RedisInMemory, from_wire, to_wire
+from .redis_memory import RedisInMemory
 
 TTL = 900_000_000
 OWNERS = ("11111111", "22222222", "33333333")
@@ -72,13 +72,3 @@ def _without_instants(answer: Any) -> Iterator[object]:
         yield re.sub(rb"^\d{16}", b"TOKEN", answer)
     else:
         yield type(answer) if isinstance(answer, int) and abs(answer) > 100 else answer
-
-
-def test_what_is_sent_is_read_in_whatever_pieces_it_comes() -> None:
-    sent = to_wire([b"SET", b"key", b"a\r\nb"]) + to_wire([b"TIME"])
-
-    for cut in range(len(sent)):
-        first, rest = from_wire(sent[:cut])
-        second, none = from_wire(rest + sent[cut:])
-        assert [*first, *second] == [[b"SET", b"key", b"a\r\nb"], [b"TIME"]]
-        assert none == b""

@@ -12,7 +12,7 @@ from redis.connection import DefaultParser
 from redis.exceptions import InvalidResponse, ResponseError
 
 from . import world
-from .redis_memory import RedisInMemory, from_wire, to_wire
+from .redis_memory import RedisInMemory, to_wire
 
 if TYPE_CHECKING:
     from .processes import Process
@@ -95,7 +95,8 @@ class Connection:
         self.is_served, self.is_broken = False, False
         self.is_refused = self.is_given_up = False
         self._to_server = self._to_us = 0.0
-        self._asked = b""
+        #: Parses requests as well: they have the form of answers.
+        self._requests = Parser()
         self._queue: list[list[bytes]] = []
         self._is_blocked = False
         self._timeout: float | None = None
@@ -207,8 +208,9 @@ class Connection:
             self.world.note("request lost", self.process.name, self.server.number)
             self.reset()
             return
-        requests, self._asked = from_wire(self._asked + data)
-        self._queue += requests
+        self._requests.feed(data)
+        while (request := self._requests.gets()) is not False:
+            self._queue.append(request)
         self._serve()
 
     def _serve(self) -> None:
