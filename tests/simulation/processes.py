@@ -87,8 +87,7 @@ class Process:
         return thread._strand
 
 
-def _now() -> float:
-    here = world.current()
+def _now(here: World) -> float:
     here.step()
     here.end_call()
     return here.entered.time()
@@ -97,12 +96,12 @@ def _now() -> float:
 @contextmanager
 def simulated(here: World, watch: Watch) -> Iterator[None]:
     """Have the package run in *here*: its time, its threads, its network and its random numbers."""
-    tokens = partial(_token, here)
+    now, tokens = partial(_now, here), partial(_token, here)
     ours = [
         (mutexes, "_sections", WeakKeyDictionary()),
-        (clock, "lease_time", _now),
-        (clock, "wait_time", _now),
-        (clock, "_wall_time", _now),
+        (clock, "lease_time", now),
+        (clock, "wait_time", now),
+        (clock, "_wall_time", now),
         (connections, "ConnectionPool", DriverPool),
         (connections, "AsyncConnectionPool", TaskDriverPool),
         (redlock_servers, "ConnectionPool", DriverPool),

@@ -68,6 +68,7 @@ class Strand:
         self.places_left = 0
         #: How likely another thread goes on before a line of the package.
         self.grain = process.grain
+        self._random = world.random.random
         #: Whether it has been woken since it began to wait; None while it does not wait.
         self.was_woken: bool | None = None
         self._waits = 0
@@ -159,20 +160,22 @@ class Strand:
         if self.grain or self.pending is not None:
             sys.settrace(self._trace_call)
             if self.grain:
-                frame = sys._getframe(1)
+                frame, trace_line = sys._getframe(1), self._trace_line
                 while frame is not None:
                     if _is_ours(frame.f_code.co_filename):
-                        frame.f_trace = self._trace_line
+                        frame.f_trace = trace_line
                     frame = frame.f_back  # type: ignore[assignment] # None at the end
 
     def _trace_call(self, frame: Any, event: str, argument: object) -> Any:
-        if not _is_ours(frame.f_code.co_filename):
+        code = frame.f_code
+        if not _is_ours(code.co_filename):
             return None
-        self.raise_pending(frame.f_code.co_qualname)
+        if self.pending is not None:
+            self.raise_pending(code.co_qualname)
         return self._trace_line if self.grain else None
 
     def _trace_line(self, frame: Any, event: str, argument: object) -> Any:
-        if event == "line" and self.world.random.random() < self.grain:
+        if event == "line" and self._random() < self.grain:
             self.world.pause()
             sys.settrace(self._trace_call)
         return self._trace_line
@@ -275,18 +278,20 @@ class World:
             raise Over
         if strand is None or greenlet.getcurrent() is self.hub:
             return
-        self.now += self.random.random() * STEP
-        chance = self.random.random()
+        random = self.random.random
+        self.now += random() * STEP
+        chance = random()
         if chance < self.stalling:
-            self.after(self.random.random() * self.longest_stall, lambda: self.make_ready(strand))
+            self.after(random() * self.longest_stall, lambda: self.make_ready(strand))
             self.switch_out()
         elif chance < self.switching:
             self.pause()
 
     def end_call(self) -> None:
         """End what stands for a call of C code: Python looks for asynchronous exceptions then."""
-        if self.running is not None and not self.is_over:
-            self.running.raise_pending("after a call")
+        strand = self.running
+        if strand is not None and strand.pending is not None and not self.is_over:
+            strand.raise_pending("after a call")
 
     def pause(self) -> None:
         """Let other threads run."""
