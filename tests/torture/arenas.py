@@ -30,6 +30,7 @@ from tests.fixtures.environment import free_port, sqlite_path
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually
 from tests.fixtures.folders import private_folder
+from tests.fixtures.galera import PACKAGES, SUSPECT, Galera, is_installed
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 from tests.fixtures.proxy import Proxy
@@ -88,6 +89,8 @@ class Arena:
     blows: list[Blow] = field(default_factory=list)
     databases: dict[str, dict[str, Any]] = field(default_factory=dict)
     lined_databases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: If each worker is to reach another server: the databases of the first one, of the second one, and so on.
+    spread: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     caches: dict[str, dict[str, Any]] = field(default_factory=dict)
     migrated: list[str] = field(default_factory=list)
     fencing: bool = True
@@ -377,9 +380,6 @@ def postgres_standby() -> Iterator[Arena]:
 @contextmanager
 def _on_mariadb(backend: str, restart: str, **arena: Any) -> Iterator[Arena]:
     with MariaDB() as server, Proxy(server.port) as line:
-        with server.admin() as admin, admin.cursor() as cursor:
-            cursor.execute("SELECT version()")
-            [version] = cursor.fetchone()
         yield Arena(
             {"BACKEND": backend, "OPTIONS": {"using": "locks", **IO}},
             ttl=2.0,
@@ -392,8 +392,107 @@ def _on_mariadb(backend: str, restart: str, **arena: Any) -> Iterator[Arena]:
                 Blow("server restarts and has kept all its data", restart, partial(_crash, server)),
                 Blow("server hangs", "X", partial(_hang, server)),
             ],
-            versions=[f"MariaDB {version.partition('-')[0]}"],
+            versions=[_mariadb_version(server)],
             **arena,
+        )
+
+
+def _mariadb_version(server: MariaDB) -> str:
+    with server.admin() as admin, admin.cursor() as cursor:
+        cursor.execute("SELECT version()")
+        [version] = cursor.fetchone()
+    return f"MariaDB {version.partition('-')[0]}"
+
+
+# Galera.
+
+
+def _kill_some(cluster: Galera, number: int, chance: random.Random) -> None:
+    """Kill so many nodes at once; some of them come back without their data, if another one has it."""
+    killed = chance.sample(cluster.members, number)
+    for node in killed:
+        node.kill()
+    time.sleep(2 * SUSPECT * chance.random())
+    if number < len(cluster.members) and chance.random() < 0.3:
+        killed[0].empty()
+    cluster.start()
+
+
+def _hang_one(cluster: Galera, chance: random.Random) -> None:
+    """Stop a node for less or for more than the others wait for it."""
+    node = chance.choice(cluster.members)
+    node.pause()
+    time.sleep(SUSPECT * chance.choice((0.5, 3.0)))
+    node.resume()
+    cluster.wait_until_serving()
+
+
+def _cut_one_off(cluster: Galera, chance: random.Random) -> None:
+    node = chance.choice(cluster.members)
+    node.isolate(isolated=True)
+    time.sleep(SUSPECT * chance.choice((0.5, 3.0)))
+    node.isolate(isolated=False)
+    cluster.wait_until_serving()
+
+
+def _fail_over(cluster: Galera, lines: list[Proxy], chance: random.Random) -> None:
+    """Lose the node that all use, by its death or because it hangs, and let all use the next one."""
+    former, *_ = cluster.members
+    cluster.members.append(cluster.members.pop(0))
+    is_killed = chance.random() < 0.5
+    former.kill() if is_killed else former.pause()
+    for line in lines:
+        line.aim_at(cluster.members[0].port)
+        line.cut()
+        line.pass_through()
+    time.sleep(2 * SUSPECT * chance.random())
+    if not is_killed:
+        former.resume()
+    cluster.start()
+
+
+@contextmanager
+def _on_galera(*, all_write: bool, sync_wait: int) -> Iterator[Arena]:
+    """Leases on three nodes, to which the workers write, or on one of them until it is lost."""
+    if not is_installed():
+        raise LeftOut(f"it needs tools/install-debian-packages {PACKAGES}")
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Galera(wsrep_sync_wait=sync_wait))
+        nodes = cluster.members
+        direct, *lines = [
+            stack.enter_context(Proxy(node.port)) for node in (nodes[0], nodes[1], nodes[0])
+        ]
+        ways = [nodes[0].port, lines[0].port, nodes[2].port, lines[1].port]
+        if not all_write:
+            ways = [direct.port, lines[1].port]
+        blows = [
+            Blow("one of three members is killed", "X", partial(_kill_some, cluster, 1)),
+            Blow("two of three members are killed", "X", partial(_kill_some, cluster, 2)),
+            Blow("server restarts and has kept all its data", "X", partial(_kill_some, cluster, 3)),
+            Blow("one of three members hangs", "X", partial(_hang_one, cluster)),
+            Blow(
+                "one of three members is cut off from the others",
+                "X",
+                partial(_cut_one_off, cluster),
+            ),
+        ]
+        if not all_write:
+            over = partial(_fail_over, cluster, [direct, lines[1]])
+            blows.append(Blow("fail-over to another member", "X", over))
+        [provider, *_] = nodes[0].status["wsrep_provider_version"].split("(")
+        yield Arena(
+            {"BACKEND": DATABASE, "OPTIONS": {"using": "locks", **IO}},
+            ttl=4.0,
+            free_within=15.0,
+            databases={"locks": _mariadb(ways[0])},
+            spread=[{"locks": _mariadb(port)} for port in ways],
+            lines=lines if all_write else [lines[1]],
+            migrated=["locks"],
+            purge=True,
+            # A forced release would allow two holders, and nothing else here does.
+            listing=False,
+            blows=blows,
+            versions=[_mariadb_version(nodes[0]), f"Galera {provider}, three nodes"],
         )
 
 
@@ -708,6 +807,12 @@ ARENAS: dict[str, Make] = {
     "postgres-power": postgres_power,
     "redis-power": partial(redis_power, "always"),
     "redis-power-wait-disk": partial(redis_power, "everysec", wait_disk=True),
+}
+#: Run only if they are named.
+NAMED: dict[str, Make] = {
+    "mariadb-galera": partial(_on_galera, all_write=True, sync_wait=0),
+    "mariadb-galera-synced": partial(_on_galera, all_write=True, sync_wait=7),
+    "mariadb-galera-one": partial(_on_galera, all_write=False, sync_wait=0),
 }
 #: Arenas without a lock, or without what a lock needs: the checker must find that.
 CONTROLS: dict[str, Make] = {"no-lock": no_lock, "careless": careless}

@@ -137,7 +137,7 @@ class Crew:
         worker = self._child(
             "work",
             environment,
-            config=self._config(lined=bool(number % 2 and self._arena.lines)),
+            config=self._config(number),
             folder=str(self._folder),
             name=name,
             seed=self._seeds.getrandbits(32),
@@ -149,10 +149,13 @@ class Crew:
     ) -> Child:
         return Child(f"tests.torture.worker:{act}", environment=environment or {}, **arguments)
 
-    def _config(self, *, lined: bool = False) -> dict[str, Any]:
+    def _config(self, number: int = 0) -> dict[str, Any]:
         arena, names = self._arena, self._names
         more = 2 if arena.alone else 1
+        lined = bool(number % 2 and arena.lines)
         databases = arena.lined_databases if lined and arena.lined_databases else arena.databases
+        if arena.spread:
+            databases = arena.spread[number % len(arena.spread)]
         return {
             "alias": arena.lined if lined and arena.lined else arena.alias,
             "databases": {**databases, STORE: self._store},

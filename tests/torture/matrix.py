@@ -37,12 +37,18 @@ MET: dict[str, tuple[str, ...]] = {
         "power lost",
         "the leader of ZooKeeper or etcd is killed",
         "one of three members is killed",
+        "two of three members are killed",
     ),
     "server restarts and has lost its last writes": (
         "server restarts and has lost its last writes",
     ),
     "fail-over to an asynchronous replica": ("fail-over to an asynchronous replica",),
-    "server hangs": ("server hangs", "two of five servers hang", "one of three members hangs"),
+    "server hangs": (
+        "server hangs",
+        "two of five servers hang",
+        "one of three members hangs",
+        "one of three members is cut off from the others",
+    ),
     "leader or server paused for longer than the session, as by a snapshot of its virtual machine": (
         "server hangs",
         f"{ETCD}::test_a_leader_that_was_paused_takes_no_lock_from_a_holder_that_is_not_told",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from tests.fixtures.warm import WarmParent
-from tests.torture.arenas import ARENAS, CONTROLS
+from tests.torture.arenas import ARENAS, CONTROLS, NAMED
 from tests.torture.history import pack
 from tests.torture.power import LeftOut
 from tests.torture.report import page
@@ -36,7 +36,7 @@ def torture(
     history: Path | None = None,
     beside: Path | None = None,
 ) -> int:
-    """Torture the arenas with these *names*, or all, for so many *minutes*; return 1 if a promise was broken.
+    """Torture the arenas with these *names*, or all ARENAS, for so many *minutes*; return 1 if a promise was broken.
 
     *history*: what pack() is to write, with "{backend}" for the name of the arena.
     *beside*: see run().
@@ -52,7 +52,7 @@ def torture(
         results = []
         for name in chosen:
             try:
-                results.append(tried(ARENAS[name], folder / name, seconds=seconds))
+                results.append(tried((ARENAS | NAMED)[name], folder / name, seconds=seconds))
             except LeftOut as why:
                 (folder / name).rmdir()
                 _console.print(f"{name} was left out: {why}")
