@@ -474,8 +474,7 @@ class Lock:
     def take(self, timeout: float | None, note: Note = id, *, what: str = "with") -> Lease:
         """Return a held lease, after a call of *note* with it; LockNotAcquired if the lock is busy for *timeout* seconds.
 
-        A *timeout* of -1 is that of the alias. Errors name the call *what*. LockLost if the lease has ended since its
-        grant, LockNotHeld if it was released.
+        -1: TIMEOUT of the alias. Errors name the call *what*. LockLost if the lease has ended since its grant, LockNotHeld if it was released.
         """
         if self.terms.cancel_when_lost:
             raise nothing_to_cancel(what)

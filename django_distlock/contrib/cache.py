@@ -42,8 +42,7 @@ def get_or_compute(
 
     Meanwhile the others get the old value, for up to *stale* more seconds. Without an old value they wait for
     *wait* seconds (-1: TIMEOUT of the alias *using*, None: no limit), then LockNotAcquired is raised.
-    *compute* is called without arguments, under the lock; if it raises, nothing is stored and the caller gets the
-    exception.
+    *compute* is called without arguments, under the lock; its exceptions are raised, and then nothing is stored.
 
     *if_down*: while the lock server fails, "old" returns the old value, and raises LockBackendError if there is
     none; with "compute", each caller computes. *key* is for this function alone: values that other code stores there

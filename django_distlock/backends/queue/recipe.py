@@ -37,8 +37,7 @@ RETRY = 1.0
 class Server(ABC, Generic[_N]):
     """A server that keeps nodes in the order in which they were made, each until its session ends.
 
-    The verbs are steps that may be carried out twice. They raise LockBackendError, or errors that the backend
-    translates.
+    The verbs are steps that may be carried out twice. They raise LockBackendError, or errors for the backend to translate.
     """
 
     #: Recipe.ring(), which the recipe sets.

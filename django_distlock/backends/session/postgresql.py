@@ -64,9 +64,8 @@ _PREPARE_COUNT = f"PREPARE distlock_count(text, text, int) AS {_COUNT_HERE}"
 
 _CREATE = f"{CREATE[0].format(now='clock_timestamp()')} ON CONFLICT (method_name) DO NOTHING"
 
-# Each session with one of our labels: whether it holds a lock, the sessions that it waits for, and the label. The
-# server hides the state of other users' sessions. A waiter has the label before it blocks, a refused session until
-# its ROLLBACK.
+# Each session with one of our labels: whether it holds a lock, the sessions that it waits for, the label. The server
+# hides other users' states. A waiter has the label before it blocks, a refused session until its ROLLBACK.
 _NEIGHBOURS = f"""
 SELECT {{holds}}, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END, application_name
 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
