@@ -320,7 +320,6 @@ def test_a_function_for_keys_that_finds_no_tenant_is_told_and_the_next_alias_is_
 
     first, second = check_servers(databases=["default"])
 
-    assert check_settings() == []
     assert second.id == "distlock.E006"
     assert first == Error(
         "DISTLOCK['default']: KEY_PREFIX, or the KEY_FUNCTION of its cache, failed: LookupError('no tenant'). "
@@ -346,7 +345,8 @@ def test_a_key_function_that_finds_no_tenant_is_no_wrong_setting(settings: Setti
     }
 
     preload()
-    assert check_settings() == []
+    # Decorated functions of other tests may be reported as well.
+    assert "distlock.E001" not in {each.id for each in check_settings()}
 
 
 class Deploy(migrate.Command):
