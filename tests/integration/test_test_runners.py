@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from django.core.management import call_command
 
 from django_distlock.conf import DEFAULT_BACKEND
 
@@ -404,9 +405,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
             assert done.returncode == 0, printed
             return printed
 
-        del environment["DJANGO_SETTINGS_MODULE"]
-        call("-m", "django", "startproject", "shop", ".")
-        environment["DJANGO_SETTINGS_MODULE"] = "shop.settings"
+        call_command("startproject", "shop", str(tmp_path))
         settings = SETTINGS.format(databases=databases, distlock={"default": {}, **distlock})
         with (tmp_path / "shop" / "settings.py").open("a") as file:
             file.write(settings)
