@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -43,17 +44,31 @@ def database() -> str:
     return f"busy{next(_numbers)}"
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with all tables, to be copied: to make them takes half a second."""
+    path = tmp_path_factory.mktemp("tables") / "db.sqlite3"
+    connections.settings["tables"] = {**connections["default"].settings_dict, "NAME": str(path)}
+    connections.settings["tables"]["OPTIONS"] = {}
+    migrate("tables")
+    connections["tables"].close()
+    del connections["tables"], connections.settings["tables"]
+    return path
+
+
 @pytest.fixture
-def file(journal: str, database: str, tmp_path: Path, settings: Settings) -> Iterator[str]:
+def file(
+    journal: str, database: str, tables: Path, tmp_path: Path, settings: Settings
+) -> Iterator[str]:
     """A database file of our own for the locks of the alias "busy"; its path."""
-    path = str(tmp_path / "db.sqlite3")
+    path = str(shutil.copy(tables, tmp_path))
     begin = f"PRAGMA journal_mode = {journal}"
     connections.settings[database] = {
         **connections["default"].settings_dict,
         "NAME": path,
         "OPTIONS": {"timeout": 20, "init_command": begin},
     }
-    migrate(database)
+    connections[database].ensure_connection()  # which sets the journal mode while nobody writes
     settings.DISTLOCK = {"busy": {"OPTIONS": {"using": database, "io_timeout": 0.5}}}
     yield path
     locks.close()

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.test import Client, RequestFactory
+from django.test import RequestFactory
 from django.utils.translation import override
 
 from django_distlock import LockNotAcquired, __version__, respond
 from django_distlock.exceptions import DOCS
 from django_distlock.management.commands.release_lock import Command as ReleaseLock
 from tests.fixtures.pages import PAGES, ROOT
+
+from .staff import client_of
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCALE = Path("django_distlock/locale")
@@ -142,11 +144,11 @@ def _catalog(path: Path) -> dict[Any, str]:
         ("zh-hans", ["分布式锁", "持有和失效", "持有者"]),
     ],
 )
-def test_people_are_told_in_their_language(
-    admin_client: Client, language: str, words: list[str]
-) -> None:
+def test_people_are_told_in_their_language(language: str, words: list[str]) -> None:
+    # No superuser of pytest-django: the hash of a password takes half a second.
+    browser = client_of("view_methodlock", "force_release_methodlock")
     with override(language):
-        page = admin_client.get("/admin/django_distlock/heldlock/").content.decode()
+        page = browser.get("/admin/django_distlock/heldlock/").content.decode()
         refusal = respond()(LockNotAcquired("a"), RequestFactory().get("/")).content.decode()
         said = ReleaseLock().create_parser("", "").format_help()
 
