@@ -176,7 +176,8 @@ class Strand:
 
     def _trace_line(self, frame: Any, event: str, argument: object) -> Any:
         if event == "line" and self._random() < self.grain:
-            self.world.pause()
+            # While one thread is inside its trace function, CPython traces no other: the others would not be stopped.
+            sys.call_tracing(self.world.pause, ())
             sys.settrace(self._trace_call)
         return self._trace_line
 

@@ -125,7 +125,7 @@ def test_every_public_method_is_documented(kind: type) -> None:
     # The class says what these do: the same as the others, awaited.
     twins = {name for name in bare if name.startswith("a") and name[1:] in public}
     assert bare - twins == set()
-    assert not twins or "begin with" in (inspect.getdoc(kind) or "")
+    assert not twins or "with an *a* in front" in (inspect.getdoc(kind) or "")
 
 
 def test_dir_shows_of_a_lease_what_its_page_describes(memory: LocMemBackend) -> None:
