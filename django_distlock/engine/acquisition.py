@@ -305,7 +305,10 @@ class Attempt:
         if answer is None:
             self.on_server = OnServer.NOTHING
             yield from self._join_queue()
-            this = self._begin_try(is_first=True)
+            waits_at_once = self._would_be_refused()
+            if waits_at_once:
+                self._begin_to_wait()
+            this = self._begin_try(is_first=not waits_at_once)
         elif isinstance(answer, (Contended, NotSent)):
             self.on_server = OnServer.NOTHING
             pause, answer = self._give_others_time(answer, this), None
@@ -348,7 +351,9 @@ class Attempt:
             self.lease.in_line_as = self.bell
         if joins and not queue.join(line, self.bell):
             yield from self._await_turn()
-        elif pause := queue.contested.first_pause(line, clock.wait_time()):
+        elif self._waiting.polls and (
+            pause := queue.contested.first_pause(line, clock.wait_time())
+        ):
             yield self._rest(self.bell.wait, self.wait.bounded(pause))
         if self.lease.in_line_as is not None and not is_in_order and queue.gives_way(line):
             yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
@@ -533,6 +538,17 @@ class Attempt:
             raise
         return answer
 
+    def _would_be_refused(self) -> bool:
+        """Return whether to wait on the server without a try: this process has just released the lock to others.
+
+        A reader tries, as readers share the lock, and so does a signal handler that must not wait.
+        """
+        if self._way is not Way.ON_SERVER or self.request.shared or has_interrupted_a_section():
+            return False
+        since = self.backend.queue.contested.since_release(self._line, clock.wait_time())
+        left = self.wait.left
+        return since < YOUNG and (left is None or left > LOOK)
+
     def _wait_on_server(self) -> Steps[Act, Grant | Busy]:
         self.on_server = OnServer.UNKNOWN
         self.requests += 1
@@ -599,7 +615,8 @@ class Attempt:
 
     def _wait(self) -> Steps[Act, None]:
         queue, waiting = self.backend.queue, self._waiting
-        if waiting.polls and self.lease.in_line_as is not None:
+        must_know_others = waiting.polls or self._way is Way.ON_SERVER
+        if must_know_others and self.lease.in_line_as is not None:
             queue.contested.refused(self._line)
         had_position = self.on_server is OnServer.POSITION
         # enqueue() keeps a position for any place of a lock; a position for a lock without a limit is kept by tries.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import random
 import threading
 from dataclasses import dataclass, replace
@@ -201,6 +202,7 @@ class ContestedLocks:
     """The locks of one backend that other processes want, too: after a release, a process lets them go first.
 
     Otherwise a process that wants the lock again at once would get it every time, as the others are in a pause.
+    Where waiters wait on the server, which has a queue, the process stands behind them there without a try.
     """
 
     def __init__(self) -> None:
@@ -230,12 +232,18 @@ class ContestedLocks:
         if wanted is not None and (granted := wanted.granted) is not None:
             wanted.held, wanted.granted, wanted.released = now - granted, None, now
 
-    def first_pause(self, key: str, now: float) -> float:
-        """Return the pause before the first try: the rest of the pause of a waiter in another process, or 0."""
+    def since_release(self, key: str, now: float) -> float:
+        """Return the seconds since this process released the lock; inf if it is not wanted, or after YIELDS calls."""
         # Callers outside the local queue call this, too, each in its own thread.
         if (wanted := self.wanted.get(key)) is None or (released := wanted.released) is None:
-            return 0.0
+            return math.inf
         wanted.left -= 1
         if wanted.left <= 0:
             self.wanted.pop(key, None)
-        return max(0.0, poll_pause(wanted.held) - (now - released))
+        return now - released
+
+    def first_pause(self, key: str, now: float) -> float:
+        """Return the pause before the first try: the rest of the pause of a waiter in another process, or 0."""
+        wanted = self.wanted.get(key)
+        since = self.since_release(key, now)
+        return 0.0 if wanted is None else max(0.0, poll_pause(wanted.held) - since)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,9 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import (
+    Lease,
     LockBackendError,
+    LockDeadlock,
     LockLost,
     LockNotAcquired,
     LockNotOwned,
@@ -28,6 +31,7 @@ from django_distlock.backends.session.sessions import DatabaseSession
 from django_distlock.engine.values import Busy, Grant, Release, Request, digest
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
+from django_distlock.signals import lock_acquired
 from tests.backends.conftest import apart
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
@@ -264,6 +268,62 @@ def test_who_has_waited_for_six_slices_is_served_though_others_come_all_the_time
         is_served.set()
     for each in others:
         each.result(60)
+
+
+@pytest.fixture
+def requests() -> Iterator[list[int]]:
+    """How many requests each grant of the alias "locks" took."""
+    told: list[int] = []
+
+    def note(lease: Lease, requests: int, **facts: Any) -> None:
+        if lease.using == "locks":
+            told.append(requests)
+
+    lock_acquired.connect(note)
+    yield told
+    lock_acquired.disconnect(note)
+
+
+def test_who_has_just_released_a_lock_to_others_waits_for_it_without_a_try(
+    database: str, name: str, requests: list[int]
+) -> None:
+    _pass_on(database, name)
+    other = _pass_on(database, name)
+    with lock(name, using="locks", timeout=30):
+        other.result(20)
+
+    assert requests == [1, 2, 1]
+
+
+def test_who_wants_a_lock_of_a_caller_that_waits_without_a_try_is_told_of_the_deadlock(
+    database: str, name: str
+) -> None:
+    def want_both() -> None:
+        with pytest.raises(LockDeadlock):
+            lock(f"{name}:mine", using="site0", timeout=20).acquire()
+
+    with lock(f"{name}:mine", using="locks"):
+        _pass_on(database, name)
+        other = _pass_on(database, name, want_both)
+        with lock(name, using="locks", timeout=30):
+            other.result(20)
+
+
+def _pass_on(database: str, name: str, act: Callable[[], None] = lambda: None) -> Future[Any]:
+    """Hold the lock, and release it to another server, which keeps it until this one waits for it, and then does *act*."""
+    has_it = threading.Event()
+
+    def keep() -> None:
+        with lock(name, using="site0", timeout=30):
+            has_it.set()
+            eventually(lambda: waiters(database) == 1)
+            act()
+
+    with lock(name, using="locks", timeout=30):
+        other = start(partial(apart, database, keep))
+        eventually(lambda: waiters(database) == 1)
+    assert has_it.wait(20)
+    return other
 
 
 def test_a_terminated_session_is_lost_long_before_its_next_renewal(

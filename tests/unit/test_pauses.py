@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from django_distlock.engine.waiting import (
     LONGEST_POLL as LONGEST,
     MOST_KNOWN,
     SHORTEST_POLL as SHORTEST,
+    YIELDS,
     ContestedLocks,
     Wait,
     poll_pause,
@@ -94,6 +96,18 @@ def test_the_time_since_the_release_counts() -> None:
     hold(contested, 1.0, 3.0)
 
     assert contested.first_pause("key", 3.2) == 0.0
+
+
+def test_a_release_to_others_counts_until_a_try_must_find_out_who_is_there() -> None:
+    contested = ContestedLocks()
+    contested.refused("key")
+    assert contested.since_release("key", 3.0) == math.inf, "it had no turn yet"
+    hold(contested, 1.0, 3.0)
+
+    found = [contested.since_release("key", 3.5) for _ in range(YIELDS + 1)]
+
+    assert found == [0.5] * YIELDS + [math.inf]
+    assert contested.since_release("another", 3.5) == math.inf
 
 
 def test_not_more_locks_are_known_than_a_process_can_bear() -> None:
