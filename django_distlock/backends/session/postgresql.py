@@ -115,6 +115,10 @@ SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE meth
 _TAKE_BARE = _both(f"""
 SELECT CASE WHEN pg_try_advisory_lock{{shared}}(%(number)s::bigint) THEN ({_OWN}) IS NOT NULL ELSE false END, NULL::bigint, NULL
 """)
+# Waits for the lock %(number)s for %(patience)s ms, in a session that is set up as by _TAKE before that.
+_WAIT = _both(f"""
+SELECT CASE WHEN set_config('lock_timeout', %(patience)s, true) || {_OWN} IS NOT NULL THEN pg_advisory_lock{{shared}}(%(number)s::bigint) END
+""")
 _FREE = _both(f"""
 SELECT pg_advisory_unlock{{shared}}(%(number)s::bigint),
     set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false)
@@ -259,14 +263,9 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
 
     def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
         request = session.request
-        known = {
-            "number": str(lock_number(request.key)),
-            "silence": str(milliseconds(request.ttl)),
-            "label": session.label,
-        }
+        known = _known(session, patience)
         if self.fencing:
             known |= {"key": request.key, "holder": session.record()}
-            known["patience"] = str(milliseconds(patience))
         statement = (_TAKE if self.fencing else _TAKE_BARE)[request.shared]
         try:
             is_taken, token, last = session.execute(statement, known).fetchone()
@@ -283,19 +282,18 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
         """Let the server end the session when it is silent, wait for the lock, and raise the token in the time left.
 
-        These are several statements, because a single one would lock the table of the tokens during the wait.
+        These are two statements, because a single one would lock the table of the tokens during the wait.
         """
-        request, left = session.request, milliseconds(wait.left)
-        suffix = "_shared" if request.shared else ""
-        statements = f"""SET LOCAL lock_timeout = {left}; SET {self.silence} = {milliseconds(request.ttl)};
-            SET application_name = '{session.label}';
-            SELECT pg_advisory_lock{suffix}({lock_number(request.key)});"""
-        if self.fencing:
-            known = literal(request.key), literal(session.record()), str(left or LONGEST)
-            statements += f"EXECUTE distlock_count({', '.join(known)})"
+        request, known = session.request, _known(session, wait.left)
+        statement = _WAIT[request.shared]
         try:
-            answer = session.execute(statements)
-            return Grant(answer.fetchone()[0] if self.fencing else None)
+            if not self.fencing:
+                session.execute(statement, known)
+                return Grant(None)
+            first = statement % {name: f"'{value}'" for name, value in known.items()}
+            left = milliseconds(wait.left) or LONGEST
+            count = f"distlock_count({literal(request.key)}, {literal(session.record())}, {left})"
+            return Grant(session.execute(f"{first}; EXECUTE {count}").fetchone()[0])
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
@@ -312,6 +310,16 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         number = lock_number(key) % 2**64
         cursor.execute(_IS_HELD, {"high": number >> 32, "low": number % 2**32})
         return cursor.fetchone() is not None
+
+
+def _known(session: DatabaseSession, patience: float | None) -> dict[str, str]:
+    """Return the parameters of _TAKE and _WAIT."""
+    return {
+        "number": str(lock_number(session.request.key)),
+        "silence": str(milliseconds(session.request.ttl)),
+        "label": session.label,
+        "patience": str(milliseconds(patience)),
+    }
 
 
 class Neighbour(NamedTuple):
