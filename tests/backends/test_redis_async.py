@@ -291,7 +291,7 @@ async def test_an_answer_that_has_come_in_time_counts_though_the_event_loop_is_l
 async def test_tries_of_a_crowd_wait_for_each_other_within_their_timeout_and_not_in_their_lease(
     server: Redis, proxy: Proxy, settings: Settings, name: str
 ) -> None:
-    configure(settings, server, proxy.port, io_timeout=5.0)
+    configure(settings, server, proxy.port, io_timeout=10.0)
     proxy.delay(0.8)  # so that the last ones wait for longer than the ttl
 
     async def work(number: int, timeout: float | None) -> bool:
