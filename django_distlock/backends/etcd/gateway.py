@@ -154,8 +154,9 @@ class MemberConnection:
 
     def reply(self, path: str, body: bytes, token: str, ends: float) -> Reply:
         """Send a request and return the reply; Refused if etcd refuses, one of FAULTS without a reply."""
-        response = self.ask(path, body, token, ends)
-        content, status = response.read(), response.status
+        # Closed here, because the finalizer of a response swallows the exception of a signal that comes in its close().
+        with self.ask(path, body, token, ends) as response:
+            content, status = response.read(), response.status
         try:
             known = json.loads(content)
         except ValueError as error:
