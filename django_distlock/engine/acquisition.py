@@ -543,9 +543,13 @@ class Attempt:
 
         A reader tries, as readers share the lock, and so does a signal handler that must not wait.
         """
-        if self._way is not Way.ON_SERVER or self.request.shared or has_interrupted_a_section():
+        if self._way is not Way.ON_SERVER or has_interrupted_a_section():
             return False
-        since = self.backend.queue.contested.since_release(self._line, clock.wait_time())
+        contested = self.backend.queue.contested
+        if self.request.shared:
+            contested.wanted.pop(self._line, None)  # the next reader asks at once again
+            return False
+        since = contested.since_release(self._line, clock.wait_time())
         left = self.wait.left
         return since < YOUNG and (left is None or left > LOOK)
 

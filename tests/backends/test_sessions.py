@@ -309,6 +309,23 @@ def test_who_wants_a_lock_of_a_caller_that_waits_without_a_try_is_told_of_the_de
             other.result(20)
 
 
+def test_readers_ask_at_once_again_soon_after_one_of_them_has_waited(
+    database: str, name: str
+) -> None:
+    backend = locks["locks"]
+    if not backend.supports_shared:
+        pytest.skip("no readers")
+    other = _pass_on(database, name)
+    with lock(name, using="locks", shared=True, timeout=30):
+        other.result(20)
+        assert backend.queue.contested.wanted
+
+    with lock(name, using="locks", shared=True, timeout=30):
+        pass
+
+    assert not backend.queue.contested.wanted
+
+
 def _pass_on(database: str, name: str, act: Callable[[], None] = lambda: None) -> Future[Any]:
     """Hold the lock, and release it to another server, which keeps it until this one waits for it, and then does *act*."""
     has_it = threading.Event()
