@@ -90,7 +90,7 @@ def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) 
         eventually(_all_have_ended, 15, "all leases of the test have ended")
     finally:
         _forget_leases()
-        operators._late.clear()
+        operators.forget_late(settings.DISTLOCK)
         locks.close()
 
 
