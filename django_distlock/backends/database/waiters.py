@@ -178,7 +178,7 @@ class Notified(Listener):
 
 
 class _Seen(NamedTuple):
-    """What one look has seen: the version of the database, and the tokens of the locks by key."""
+    """The result of one look at the database: the version of its data, and by key the fencing tokens of the locks."""
 
     version: object = None
     tokens: Mapping[str, int] = {}

@@ -1,4 +1,4 @@
-"""What this process knows of the nodes of its holders and waiters on a server. No I/O."""
+"""The nodes on ZooKeeper and the keys on etcd that stand for this process's holders and waiters. No I/O."""
 
 from __future__ import annotations
 
