@@ -272,7 +272,7 @@ def look_up_names(
 
 def forget_late(aliases: Iterable[str]) -> None:
     """Read the held locks of *aliases* again: a late listing still has a lock that was freed."""
-    for alias in {alias for alias, *_ in _late.copy()} & {*aliases}:
+    for alias in {key[0] for key in _late.copy()} & {*aliases}:
         _late.pop(_seen_from_here(alias), None)
 
 
