@@ -113,8 +113,11 @@ document.dispatchEvent(new Event("visibilitychange"));"""
 
 
 def is_live(account: Account) -> bool:
-    """Return whether a script has renewed the lock, whose ttl is longer then."""
-    return bool((found := held(account)) and found[0].remaining > 15)
+    """Return whether a script has renewed the lock, which the page had taken for 15 seconds.
+
+    What is left of a new lock may be listed as some milliseconds more than that.
+    """
+    return bool((found := held(account)) and found[0].remaining > 60)
 
 
 def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account: Account) -> None:
