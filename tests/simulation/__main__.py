@@ -46,10 +46,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from .search import search
+    from .search import CHUNK, search
 
     start, found = monotonic(), list[int]()
-    for done, some in search(arguments.first, arguments.seeds, arguments.jobs):
+    most = 1 if arguments.until_found else CHUNK
+    for done, some in search(arguments.first, arguments.seeds, arguments.jobs, most):
         found += some
         for seed in some:
             _console.print(f"seed {seed} breaks a promise")

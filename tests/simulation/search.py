@@ -45,9 +45,14 @@ def digests(seeds: list[int]) -> list[str]:
     return [outcome(plan_of(seed))[1] for seed in seeds]
 
 
-def search(first: int, count: int, jobs: int) -> Iterator[tuple[int, list[int]]]:
-    """Run *count* seeds from *first* on; give how many are done, and the seeds that were found since."""
-    ready = [(at, min(CHUNK, first + count - at)) for at in range(first, first + count, CHUNK)]
+def search(first: int, count: int, jobs: int, most: int) -> Iterator[tuple[int, list[int]]]:
+    """Run *count* seeds from *first* on; give how many are done, and the seeds that were found since.
+
+    Of each CHUNK, no seed is run after *most* were found: a mistake may make schedules that take a minute.
+    """
+    ready = [
+        (at, min(CHUNK, first + count - at), most) for at in range(first, first + count, CHUNK)
+    ]
     context = multiprocessing.get_context("spawn")
     done = 0
     with context.Pool(jobs, _begin, maxtasksperchild=20) as pool:
@@ -63,9 +68,11 @@ def _begin() -> None:
     settle()
 
 
-def _broken(chunk: tuple[int, int]) -> list[int]:
-    first, count = chunk
-    return [seed for seed in range(first, first + count) if outcome(plan_of(seed))[0] is not None]
+def _broken(chunk: tuple[int, int, int]) -> list[int]:
+    first, count, most = chunk
+    seeds = range(first, first + count)
+    found = (seed for seed in seeds if outcome(plan_of(seed))[0] is not None)
+    return [*itertools.islice(found, most)]
 
 
 def settle() -> None:
