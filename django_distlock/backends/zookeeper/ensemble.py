@@ -114,7 +114,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
 
 
 class _Queue(deque[Any]):
-    """The unsent requests of kazoo; `sync` and `exists` requests, which confirm leases, go first."""
+    """The unsent requests of kazoo; `exists` requests, which confirm leases, and `sync` requests go first."""
 
     def append(self, item: Any) -> None:
         if isinstance(item[0], (Exists, Sync)):
