@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 class BaseLockBackend(ABC):
     """One alias of DISTLOCK in this process, shared by all its threads and tasks.
 
-    A backend implements the verbs. Each verb is one round trip, does not wait for a busy lock, and raises
+    A backend implements the verbs. Each verb is one round trip if the server can, does not wait for a busy lock, and raises
     LockBackendError (LockOutcomeUnknown if the request may have arrived). The verbs with an *a* in front are
     for asyncio; this class runs the other verbs in threads for them.
     """
