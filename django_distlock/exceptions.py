@@ -129,7 +129,7 @@ class LockBackendError(LockError):
 
 
 class LockOutcomeUnknown(LockBackendError):
-    """The reply to a request was lost, and so was the reply to its repetition.
+    """The reply to a request was lost, and so was the reply to its repetition, if there was time for one.
 
     The lock is released in the background; at the latest it comes free after its ttl.
     *was_idle*: the connection was used before and may have died unnoticed, so that no server got the request.
