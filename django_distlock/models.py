@@ -82,7 +82,7 @@ class HeldLock(MethodLock):
 
 
 class FencingCounter(models.Model):
-    """The last fencing token of a lock. Only acquire writes it, so guard() can lock it.
+    """The last fencing token of a lock. Renewals and releases do not write it, so guard() can lock it.
 
     Each reader of a row lock or advisory lock has its own row while it holds the lock.
     """
