@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from kazoo.protocol.serialization import Exists, SetData
 
 from django_distlock import LockBackendError, LockLost, lock, locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
@@ -104,6 +105,29 @@ def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
     eventually(lambda: not lease.in_jeopardy and lease.held, 5)
     assert stands(rival("x", "elsewhere"), "elsewhere") is None
     assert not told
+    lease.release()
+
+
+def test_a_renewal_is_sent_before_requests_that_were_made_earlier(alias: None) -> None:
+    lease, _ = held()
+    client, may_go = backend()._session.client, threading.Event()
+
+    class Slow(Exists):  # type: ignore[misc]
+        def serialize(self) -> Any:
+            may_go.wait(10)
+            return super().serialize()
+
+    client._call(Slow("/", None), client.handler.async_result())
+    others = [client.get_async("/") for _ in range(3)]
+    renewal = threading.Thread(target=lease.extend)
+    renewal.start()
+
+    eventually(lambda: isinstance(client._queue[1][0], SetData), 5, "the renewal is next")
+
+    may_go.set()
+    renewal.join()
+    for other in others:
+        other.get(10)
     lease.release()
 
 

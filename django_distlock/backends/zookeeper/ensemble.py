@@ -22,7 +22,7 @@ from kazoo.exceptions import (
     KazooException,
 )
 from kazoo.handlers.threading import SequentialThreadingHandler
-from kazoo.protocol.serialization import Close, Connect, Exists, Sync
+from kazoo.protocol.serialization import Close, Connect, Exists, SetData, Sync
 from kazoo.protocol.states import KazooState, KeeperState
 
 from django_distlock.engine import steps
@@ -114,10 +114,10 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
 
 
 class _Queue(deque[Any]):
-    """The unsent requests of kazoo; `exists` requests, which confirm leases, and `sync` requests go first."""
+    """The unsent requests of kazoo; `setData` and `exists`, which confirm leases, and `sync` requests go first."""
 
     def append(self, item: Any) -> None:
-        if isinstance(item[0], (Exists, Sync)):
+        if isinstance(item[0], (Exists, SetData, Sync)):
             self.insert(1, item)  # not in front of the first request, which may be on its way
         else:
             super().append(item)
