@@ -31,7 +31,7 @@ from .operators import force_release
 if TYPE_CHECKING:
     from .backends.rowlock import transaction_lock
 
-__version__ = "1.0.0rc2"
+__version__ = "1.0.0"
 __all__ = [
     "Holder",
     "InvalidLockBackend",
