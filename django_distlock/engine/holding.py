@@ -186,7 +186,8 @@ class Holding:
         """Whether a renewal is late or has failed, while the deadline has not passed yet."""
         renewal = self.renewal()  # shorter, or None, towards the end of max_hold
         late = renewal.ttl * LATE if self.renews and renewal is not None else 0.0
-        return self.held and (self._is_in_jeopardy or self.remaining < late)
+        left = self.remaining  # 0 if the lease is not held
+        return left > 0 and (self._is_in_jeopardy or left < late)
 
     @property
     def remaining(self) -> float:
