@@ -549,7 +549,7 @@ class Attempt:
         if self.request.shared:
             contested.wanted.pop(self._line, None)  # the next reader asks at once again
             return False
-        since = contested.since_release(self._line, clock.wait_time())
+        _held, since = contested.last_release(self._line, clock.wait_time())
         left = self.wait.left
         return since < YOUNG and (left is None or left > LOOK)
 

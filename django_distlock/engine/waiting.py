@@ -232,18 +232,20 @@ class ContestedLocks:
         if wanted is not None and (granted := wanted.granted) is not None:
             wanted.held, wanted.granted, wanted.released = now - granted, None, now
 
-    def since_release(self, key: str, now: float) -> float:
-        """Return the seconds since this process released the lock; inf if it is not wanted, or after YIELDS calls."""
+    def last_release(self, key: str, now: float) -> tuple[float, float]:
+        """Return how many seconds this process held the lock, and how long ago it released it.
+
+        0 and inf if the lock is not wanted or not released yet, and after YIELDS calls.
+        """
         # Callers outside the local queue call this, too, each in its own thread.
         if (wanted := self.wanted.get(key)) is None or (released := wanted.released) is None:
-            return math.inf
+            return 0.0, math.inf
         wanted.left -= 1
         if wanted.left <= 0:
             self.wanted.pop(key, None)
-        return now - released
+        return wanted.held, now - released
 
     def first_pause(self, key: str, now: float) -> float:
         """Return the pause before the first try: the rest of the pause of a waiter in another process, or 0."""
-        wanted = self.wanted.get(key)
-        since = self.since_release(key, now)
-        return 0.0 if wanted is None else max(0.0, poll_pause(wanted.held) - since)
+        held, since = self.last_release(key, now)
+        return max(0.0, poll_pause(held) - since)

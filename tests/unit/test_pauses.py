@@ -101,13 +101,13 @@ def test_the_time_since_the_release_counts() -> None:
 def test_a_release_to_others_counts_until_a_try_must_find_out_who_is_there() -> None:
     contested = ContestedLocks()
     contested.refused("key")
-    assert contested.since_release("key", 3.0) == math.inf, "it had no turn yet"
+    assert contested.last_release("key", 3.0) == (0.0, math.inf), "it had no turn yet"
     hold(contested, 1.0, 3.0)
 
-    found = [contested.since_release("key", 3.5) for _ in range(YIELDS + 1)]
+    found = [contested.last_release("key", 3.5) for _ in range(YIELDS + 1)]
 
-    assert found == [0.5] * YIELDS + [math.inf]
-    assert contested.since_release("another", 3.5) == math.inf
+    assert found == [(2.0, 0.5)] * YIELDS + [(0.0, math.inf)]
+    assert contested.last_release("another", 3.5) == (0.0, math.inf)
 
 
 def test_not_more_locks_are_known_than_a_process_can_bear() -> None:
