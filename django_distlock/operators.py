@@ -107,9 +107,11 @@ def read_value(value: str) -> tuple[str, str, str]:
 def holdings(using: str, name: str | Model | None = None) -> list[Held]:
     """Return the holdings of all locks of the alias *using*, or of the lock *name*, with a limit or without.
 
-    NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
+    NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer, KeyFunctionFailed
+    if the project's function for the keys fails.
     """
     backend = locks[using]
+    backend.check_key()
     # Read the whole result: an open query blocks writers.
     if name is None:
         return grouped(settled(lambda: [*backend.held()]))

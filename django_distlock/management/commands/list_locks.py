@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
+from django_distlock import InvalidLockBackend, LockError, locks
 from django_distlock.ground import clock
 from django_distlock.ground.naming import printable
 from django_distlock.management.base import (
@@ -71,17 +71,15 @@ class Command(LockCommand):
         failed: dict[str, str] = {}
         for alias in aliases:
             try:
-                if (backend := locks[alias]).supports_listing:
-                    backend.check_key()
-                wanted += [
-                    (alias, held)
-                    for held in holdings(alias)
-                    if fnmatchcase(held.name, options["name"])
-                    and options["state"] in {None, held.state}
-                ]
+                if options["using"] or locks[alias].supports_listing:
+                    wanted += [
+                        (alias, held)
+                        for held in holdings(alias)
+                        if fnmatchcase(held.name, options["name"])
+                        and options["state"] in {None, held.state}
+                    ]
             except (LockError, InvalidLockBackend) as error:
-                if options["using"] or not isinstance(error, NotSupported):
-                    failed[alias] = str(error)
+                failed[alias] = str(error)
         if options["json"]:
             found = [_as_json(alias, held) for alias, held in wanted]
             problems = [{"alias": alias, "error": error} for alias, error in failed.items()]

@@ -53,7 +53,6 @@ class Command(LockCommand):
     def _release(self, options: dict[str, Any]) -> int:
         """Show the holdings, end them after the question, and return how many were ended."""
         backend = locks[options["using"]]
-        backend.check_key()
         found = holdings(options["using"], options["name"])
         shows = options["verbosity"] and not options["json"]
         if shows:

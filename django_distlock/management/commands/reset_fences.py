@@ -92,8 +92,6 @@ def _check_nobody_holds() -> None:
     """Raise CommandError if a lock with a fencing token is held, or a server does not answer."""
     try:
         aliases = [alias for alias in wanted_aliases(None) if locks[alias].supports_fencing]
-        for alias in aliases:
-            locks[alias].check_key()
         found = [held for alias in aliases for held in holdings(alias) if held.state == "held"]
     except (InvalidLockBackend, LockError) as error:
         raise command_error(error) from error
