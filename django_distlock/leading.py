@@ -11,7 +11,6 @@ from asgiref.sync import iscoroutinefunction
 from .engine.cancelling import is_loss_in_group
 from .engine.waiting import Wait
 from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
-from .ground.naming import warn
 from .lock import Lock
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bo
     """Return True, and log *error*, if the work has returned under the lock and only the release has failed."""
     if lease is None or not results or not isinstance(error, LockBackendError):
         return False
-    warn("Leaving lock %s: %s", lease.name, error, of=lease, token=lease.fencing_token)
+    lease.warn_of(error)
     return True
 
 

@@ -12,7 +12,6 @@ from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 
 from django_distlock.conf import DEFAULT_ALIAS, seconds
 from django_distlock.exceptions import LockBackendError, LockError, LockNotAcquired
-from django_distlock.ground.naming import warn
 from django_distlock.lock import Lock
 
 if TYPE_CHECKING:
@@ -173,4 +172,4 @@ def noted(lease: Lease) -> Iterator[None]:
     try:
         yield
     except LockError as problem:
-        warn("Leaving lock %s: %s", lease.name, problem, of=lease, token=lease.fencing_token)
+        lease.warn_of(problem)

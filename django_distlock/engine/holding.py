@@ -411,9 +411,10 @@ class Holding:
         if str(error) == str(problem):
             return  # check() has raised the same error in the block
         error.add_note(f"django_distlock: {problem}")
-        self._warn_of(problem)
+        self.warn_of(problem)
 
-    def _warn_of(self, problem: BaseException) -> None:
+    def warn_of(self, problem: BaseException) -> None:
+        """Log that the lease was lost or could not be released, where that must not be raised."""
         warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def give_back(self) -> None:
@@ -503,12 +504,12 @@ class Holding:
             if self.is_entered:
                 self.give_back_now()
         except LockError as problem:
-            self._warn_of(problem)
+            self.warn_of(problem)
 
     def _tell_unless_released(self, release: asyncio.Task[None]) -> None:
         """Log the error of *release*, a task that nobody awaits any more."""
         if not release.cancelled() and (problem := release.exception()):
-            self._warn_of(problem)
+            self.warn_of(problem)
 
     def _leaves_reentry(self) -> bool:
         """Remove the last entry of this caller; return whether other entries are left."""
