@@ -96,10 +96,8 @@ def decorated(
         msg = f"cancel_when_lost=True is for coroutine functions, which {title_of(function)}() is not."
         raise TypeError(msg)
     wrapped = functools.wraps(function)(wrap(locked))
-    if wrap is not _sync:
-        return wrapped  # type: ignore[return-value]
-    # Stops Django from beginning the transactions of ATOMIC_REQUESTS.
-    wrapped._non_atomic_requests = locked.transactions.exempt  # type: ignore[attr-defined]  # noqa: SLF001 - its marker
+    if wrap is _sync:
+        locked.transactions.begin_inside(wrapped)
     return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
 
 
@@ -278,10 +276,14 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
     return generate
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return True for a coroutine function, and for dispatch() of an async view, which is none."""
+    return iscoroutinefunction(function) or _is_async_view(function)
+
+
 _KINDS = (
     (inspect.isasyncgenfunction, _async_generator),
-    # dispatch() of an async view is not a coroutine function.
-    (lambda function: iscoroutinefunction(function) or is_async_view(function), _async),
+    (is_async, _async),
     (inspect.isgeneratorfunction, _generator),
 )
 
@@ -439,7 +441,11 @@ class RequestTransactions:
 
     def __init__(self, view: Callable[..., Any]) -> None:
         self._view = view
-        self.exempt = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
+        self._exempt = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
+
+    def begin_inside(self, wrapped: object) -> None:
+        """Keep Django from beginning the transactions before it calls *wrapped*, the decorated view."""
+        wrapped._non_atomic_requests = self._exempt  # type: ignore[attr-defined]  # noqa: SLF001 - Django's marker
 
     def inside(
         self, args: tuple[Any, ...], body: Callable[..., Any] | None = None
@@ -452,7 +458,7 @@ class RequestTransactions:
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
         """Raise Django's error for async views with ATOMIC_REQUESTS; our marker on dispatch() keeps Django from raising it."""
-        if is_async_view(self._view) and self._aliases(args):
+        if _is_async_view(self._view) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
 
@@ -463,14 +469,14 @@ class RequestTransactions:
         view = request.resolver_match and request.resolver_match.func
         if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
             return []  # Django has begun the transactions itself, or the view is exempt
-        exempt = set(self.exempt)
+        exempt = set(self._exempt)
         databases = connections.settings.items()
         return [
             alias for alias, known in databases if known["ATOMIC_REQUESTS"] and alias not in exempt
         ]
 
 
-def is_async_view(function: Callable[..., Any]) -> bool:
+def _is_async_view(function: Callable[..., Any]) -> bool:
     """Return True if method_decorator() has bound *function* to an async class-based view."""
     view = getattr(getattr(function, "func", function), "__self__", None)
     return bool(getattr(view, "view_is_async", False))

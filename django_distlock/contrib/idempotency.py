@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from asgiref.sync import iscoroutinefunction, sync_to_async
+from asgiref.sync import sync_to_async
 from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 from django.core.cache.backends.base import BaseCache
 from django.core.cache.backends.db import BaseDatabaseCache
@@ -37,7 +37,7 @@ from django_distlock.decorators import (
     Decorator,
     RequestTransactions,
     find_request,
-    is_async_view,
+    is_async,
     problem,
     retry_after,
 )
@@ -125,11 +125,10 @@ def idempotent(
 
     def decorate(view: Any) -> Any:
         once = _Once(view, lifetime, cache, using, scope, header, required, if_down == "run")
-        is_async = iscoroutinefunction(view) or is_async_view(view)
-        wrapped = functools.wraps(view)((_async if is_async else _sync)(once))
-        if not is_async:
-            # Stops Django from beginning the transactions of ATOMIC_REQUESTS.
-            wrapped._non_atomic_requests = once.transactions.exempt  # type: ignore[attr-defined]  # noqa: SLF001
+        if is_async(view):
+            return functools.wraps(view)(_async(once))
+        wrapped = functools.wraps(view)(_sync(once))
+        once.transactions.begin_inside(wrapped)
         return wrapped
 
     return decorate
