@@ -141,12 +141,8 @@ def as_held(row: Any) -> Held:
     left = (row.expires_at - row.server_now).total_seconds()
     age = row.acquired_at and max(0.0, (row.server_now - row.acquired_at).total_seconds())
     mark = digest(row.owner)
-    return Held(name, key, holder_of(row), left, token, mark, waiters=row.waiters, age=age)
-
-
-def holder_of(row: Any) -> Holder | None:
-    """Return the holder in *row*; None if there is none, or its text is foreign."""
-    return Holder.from_json(row.holder)
+    holder = Holder.from_json(row.holder)
+    return Held(name, key, holder, left, token, mark, waiters=row.waiters, age=age)
 
 
 def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
