@@ -267,11 +267,14 @@ class ServerLink:
         left = self._up_since + query.question.least_uptime - clock.wait_time()
         if query.question.least_uptime and left > 0:
             query.fail(f"it started lately, and grants nothing for {math.ceil(left)} s more")
-        elif step := query.next_step():
-            self._sent.append(query)
-            self._send_step(query, step)
+        else:
+            self._send_step(query)
 
-    def _send_step(self, query: Query, step: bytes) -> None:
+    def _send_step(self, query: Query) -> None:
+        """Send the next step of the conversation, if there is one."""
+        if not (step := query.next_step()):
+            return
+        self._sent.append(query)
         now = clock.wait_time()
         query.sent_at, query.deadline = now, now + query.question.within
         self._servers.watch(self, query)
@@ -324,9 +327,7 @@ class ServerLink:
         query.take(answer)
         if not query.missing:
             self._sent.popleft()
-            if step := query.next_step():
-                self._sent.append(query)
-                self._send_step(query, step)
+            self._send_step(query)
 
 
 class Servers:
