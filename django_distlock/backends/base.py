@@ -248,7 +248,7 @@ class BaseLockBackend(ABC):
 
         A request keeps the key that it was made with.
         """
-        return self._key_in(name, self.prefix())
+        return self._key_in(name, self.prefix(), self.label())
 
     def line_of(self, request: Request) -> str:
         """Return the key of the local queue that *request* joins: readers that may pass writers have their own."""

@@ -106,9 +106,6 @@ class SingleProcessBackend(LocMemBackend):
         super().__init__(settings)
         self._cache = own_instance(self.options.cache)
 
-    def key_of(self, name: str) -> str:
-        return self._key_in(name, self.prefix(), self.label())
-
     def label(self) -> str:
         return key_label(str(self._cache.make_key("distlock")))
 

@@ -257,9 +257,6 @@ class CacheRedisBackend(RedisBackend):
             **self.options.limits,
         )
 
-    def key_of(self, name: str) -> str:
-        return self._key_in(name, self.prefix(), self.label())
-
     def label(self) -> str:
         return label_of(self._cache.make_key(PROBE))
 

@@ -85,9 +85,6 @@ class RedlockBackend(StepsBackend):
         self.check_ttl(wishes["ttl"])  # also the ttl of a lease that another process has detached
         return super().request(name, key, **wishes)
 
-    def key_of(self, name: str) -> str:
-        return self._key_in(name, self.prefix(), self.label())
-
     def label(self) -> str:
         return joint_label([label_of(make_key(PROBE)) for make_key in self._make_keys])
 
