@@ -471,6 +471,7 @@ class VerbSteps(Protocol):
     def take_over(self, request: Request, former: str) -> Steps[Any, bool]: ...
     def probe(self, request: Request) -> Steps[Any, Busy | None]: ...
     def probe_all(self, requests: Sequence[Request]) -> Steps[Any, list[Busy | None]]: ...
+    def dequeue(self, request: Request) -> Steps[Any, None]: ...
 
 
 class StepsBackend(BaseLockBackend):
@@ -522,6 +523,12 @@ class StepsBackend(BaseLockBackend):
 
     async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
         return await self._arun(self._verbs.probe_all(requests))
+
+    def dequeue(self, request: Request) -> None:
+        self._run(self._verbs.dequeue(request))
+
+    async def adequeue(self, request: Request) -> None:
+        await self._arun(self._verbs.dequeue(request))
 
     async def aabandon(self, request: Request) -> None:
         await self.arelease(request)

@@ -58,12 +58,6 @@ class QueueBackend(StepsBackend):
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         await self._arun(self._verbs.enqueue(request, bell))
 
-    def dequeue(self, request: Request) -> None:
-        self._run(self._verbs.dequeue(request))
-
-    async def adequeue(self, request: Request) -> None:
-        await self._arun(self._verbs.dequeue(request))
-
     def dequeue_later(self, request: Request) -> None:
         self._verbs.drop_later(request, if_waiting=True)
 

@@ -139,9 +139,6 @@ class RedisBackend(StepsBackend):
         if request.limit is not None:  # without a limit, a refused try takes the position
             self._run(self._verbs.enqueue(request))
 
-    def dequeue(self, request: Request) -> None:
-        self._run(self._verbs.leave(request))
-
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         run(self._sleep(self._link, request, bell, seconds), call)
 
@@ -204,9 +201,6 @@ class RedisBackend(StepsBackend):
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         if request.limit is not None:
             await self._arun(self._verbs.enqueue(request))
-
-    async def adequeue(self, request: Request) -> None:
-        await self._arun(self._verbs.leave(request))
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         await arun(self._sleep(await self._loops.get(), request, bell, seconds), call)

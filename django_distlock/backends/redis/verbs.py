@@ -277,7 +277,7 @@ class RedisVerbs:
         """Take a position in the queue for any place of a lock, or keep it."""
         yield from self._answers(self._of_position(scripts.ENQUEUE, request))
 
-    def leave(self, request: Request) -> Conversation[None]:
+    def dequeue(self, request: Request) -> Conversation[None]:
         yield from self._answers(self._of_position(scripts.LEAVE, request))
 
     def _of_position(self, script: Script, request: Request) -> Call:

@@ -97,9 +97,6 @@ class RedlockBackend(StepsBackend):
 
     # The verbs.
 
-    def dequeue(self, request: Request) -> None:
-        self._run(self._verbs.leave(request))
-
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         self._listen(request, bell, seconds)
         bell.wait(seconds)
@@ -142,9 +139,6 @@ class RedlockBackend(StepsBackend):
         self._open()
 
     # The verbs for asyncio.
-
-    async def adequeue(self, request: Request) -> None:
-        await self._arun(self._verbs.leave(request))
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         self._listen(request, bell, seconds)

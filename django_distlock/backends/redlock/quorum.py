@@ -193,10 +193,10 @@ class RedlockVerbs:
             found.append(busy)
         return found
 
-    def leave(self, request: Request) -> Verb[None]:
+    def dequeue(self, request: Request) -> Verb[None]:
         """Give up the position in the queues."""
         count: Count = yield self._question(
-            self._redis.leave, request, lambda count: len(count.answers) >= self._most
+            self._redis.dequeue, request, lambda count: len(count.answers) >= self._most
         )
         self._need_most(count)
 
