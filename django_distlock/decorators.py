@@ -21,7 +21,7 @@ from django.utils.translation import gettext_lazy
 
 from .conf import checked_limit, seconds
 from .exceptions import LockNotAcquired
-from .ground.naming import NameTemplate, signature_of, title_of
+from .ground.naming import name_maker, signature_of, title_of
 from .handler import declared
 
 if TYPE_CHECKING:
@@ -161,14 +161,8 @@ class _Locked:
         self.transactions = RequestTransactions(function)
         self._on_busy = on_busy
         self._shows_request = not terms.purpose
-        self._terms = terms if terms.purpose else replace(terms, purpose=title)
-        self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
-        if callable(name):
-            self._name_for = lambda args, kwargs: name(*args, **kwargs)
-        else:
-            template = NameTemplate(title if name is None else name, function)
-            self._name_for = template.name_for
-            self._terms = replace(self._terms, template=template.text)
+        self._name_for, template = name_maker(title if name is None else name, function)
+        self._terms = replace(terms, purpose=terms.purpose or title, template=template)
         self.using = self._terms.using
         declared.add(self)
 

@@ -37,9 +37,10 @@ from django_distlock.exceptions import (
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder, task_text
 from django_distlock.ground.naming import (
-    NameTemplate,
+    NameFor,
     checked_name,
     log_fields,
+    name_maker,
     printable,
     signature_of,
     title_of,
@@ -174,17 +175,14 @@ class Once:
         self.check_queue: Callable[[], None] = lambda: None
         # The sender of the task passes no first argument.
         called = MethodType(function, object()) if is_bound else function
-        self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
+        self._name_for: NameFor
         #: The label of all locks of the task in metrics; "" if it is not known.
-        self.template = ""
+        self.template: str
         if name is None:
             self._name_for = partial(_name_of_call, self.title, signature_of(called))
             self.template = f"{self.title}(...)"
-        elif isinstance(name, str):
-            template = NameTemplate(name, called)
-            self._name_for, self.template = template.name_for, template.text
         else:
-            self._name_for = lambda args, kwargs: name(*args, **kwargs)
+            self._name_for, self.template = name_maker(name, called)
         declared.add(self)
 
     def check_against(self, backend: BaseLockBackend) -> None:

@@ -20,6 +20,9 @@ from django.db.models import Model
 
 from .objects import object_name
 
+#: Returns the name of a lock for the positional and the keyword arguments of one call.
+NameFor = Callable[[tuple[Any, ...], dict[str, Any]], str]
+
 logger = logging.getLogger("django_distlock")
 
 #: Text that is used in a key unchanged. No upper case, spaces or accents: some collations ignore them.
@@ -163,6 +166,14 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of *function*; of a partial (by method_decorator()), not that of its __wrapped__."""
     is_partial = isinstance(function, functools.partial)
     return inspect.signature(function, follow_wrapped=not is_partial)
+
+
+def name_maker(name: str | Callable[..., str], function: Callable[..., Any]) -> tuple[NameFor, str]:
+    """Return what makes the names for calls of *function*, and their template; "" if *name* is a function."""
+    if callable(name):
+        return lambda args, kwargs: name(*args, **kwargs), ""
+    template = NameTemplate(name, function)
+    return template.name_for, template.text
 
 
 class NameTemplate:
