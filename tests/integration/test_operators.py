@@ -14,7 +14,7 @@ import pytest
 import time_machine
 from django.core.management import CommandError, call_command
 
-from django_distlock import force_release, lock
+from django_distlock import InvalidLockBackend, force_release, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import LONGEST
 from django_distlock.engine.values import Held, LockState
@@ -370,6 +370,15 @@ def test_a_function_that_finds_no_tenant_is_no_traceback(
     said = f"{refused.value} {capsys.readouterr().err}"
     assert "DISTLOCK['default']: KEY_PREFIX, or" in said
     assert "failed: LookupError('no tenant'). Run this for a tenant, or let" in said
+
+
+def test_in_code_the_error_of_a_function_that_finds_no_tenant_names_the_alias(
+    settings: Any,
+) -> None:
+    settings.DISTLOCK = {"default": {**MEMORY, "KEY_PREFIX": tenancy.NO_TENANT}}
+
+    with pytest.raises(InvalidLockBackend, match=r"^DISTLOCK\['default'\]: KEY_PREFIX, or"):
+        force_release("x")
 
 
 def test_aliases_that_need_no_key_are_left_out_where_there_is_no_tenant(settings: Any) -> None:
