@@ -1,4 +1,4 @@
-"""Views under @distributed_lock: sync, async, class-based, streaming; transactions and refusals."""
+"""Views under @distributed_lock: sync, async, class-based, streaming; and transactions."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -7,7 +7,6 @@ from decimal import Decimal
 from typing import Any, cast
 
 import pytest
-from asgiref.sync import sync_to_async
 from django.db import connection, connections, transaction
 from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
@@ -18,7 +17,7 @@ from django.views import View
 from rest_framework.decorators import api_view
 from rest_framework.request import Request
 
-from django_distlock import Lease, current_lease, distributed_lock, lock, respond
+from django_distlock import current_lease, distributed_lock, lock
 from django_distlock.signals import lock_acquired, lock_released
 from testproject.fees import after
 from testproject.models import Account
@@ -126,40 +125,10 @@ async def async_view(request: HttpRequest) -> HttpResponse:
     return await is_held()
 
 
-@transaction.non_atomic_requests
-@distributed_lock(NAME)
-async def non_atomic_async_view(request: HttpRequest) -> HttpResponse:
-    return await is_held()
-
-
 @method_decorator(distributed_lock(NAME), name="dispatch")
 class AsyncDispatch(View):
     async def get(self, request: HttpRequest) -> HttpResponse:
         return await is_held()
-
-
-@method_decorator(distributed_lock(NAME), name="get")
-class AsyncGet(View):
-    async def get(self, request: HttpRequest) -> HttpResponse:
-        return await is_held()
-
-
-@method_decorator(distributed_lock("item:{item_id}"), name="dispatch")
-class ItemDispatch(View):
-    def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
-        return HttpResponse(item_id)
-
-
-class ItemGet(View):
-    @method_decorator(distributed_lock("item:{item_id}"))
-    def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
-        return HttpResponse(item_id)
-
-
-class ItemMethod(View):
-    @distributed_lock("item:{item_id}")
-    def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
-        return HttpResponse(item_id)
 
 
 @distributed_lock(NAME)
@@ -177,11 +146,6 @@ def told() -> str:
         return f"{current_lease(NAME) is lease} {lease.held}\n"
 
 
-async def atold() -> str:
-    async with lock(NAME, timeout=0) as lease:
-        return f"{current_lease(NAME) is lease} {lease.held}\n"
-
-
 def lines_under_the_lock() -> Iterator[str]:
     try:
         yield told()
@@ -191,46 +155,9 @@ def lines_under_the_lock() -> Iterator[str]:
         note(told())  # an error here would be seen by nobody: Django drops those of close()
 
 
-async def alines_under_the_lock() -> AsyncIterator[str]:
-    yield await atold()
-    async with lock(NAME, timeout=0):
-        yield await atold()
-    yield await sync_to_async(told)()
-
-
 @distributed_lock(NAME)
-def stream_that_locks(request: HttpRequest, is_async: int) -> StreamingHttpResponse:
-    return StreamingHttpResponse(alines_under_the_lock() if is_async else lines_under_the_lock())
-
-
-@distributed_lock(NAME)
-async def async_stream_that_locks(request: HttpRequest, is_async: int) -> StreamingHttpResponse:
-    return StreamingHttpResponse(alines_under_the_lock() if is_async else lines_under_the_lock())
-
-
-@distributed_lock(NAME)
-def broken_stream(request: HttpRequest) -> StreamingHttpResponse:
-    def lines() -> Iterator[str]:
-        yield "one\n"
-        raise ZeroDivisionError
-
-    return StreamingHttpResponse(lines())
-
-
-@distributed_lock(NAME, timeout=0, on_busy=respond(409))
-def refusing(request: HttpRequest) -> HttpResponse:
-    return HttpResponse("done")
-
-
-@distributed_lock(NAME, timeout=0, on_busy=respond(409))
-async def refusing_async(request: HttpRequest) -> HttpResponse:
-    return HttpResponse("done")
-
-
-@method_decorator(distributed_lock(NAME, timeout=0, on_busy=respond(409)), name="dispatch")
-class Refusing(View):
-    def get(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse("done")
+def stream_that_locks(request: HttpRequest) -> StreamingHttpResponse:
+    return StreamingHttpResponse(lines_under_the_lock())
 
 
 urlpatterns = [
@@ -249,25 +176,14 @@ urlpatterns = [
     path("failing/<int:account_id>/", failing_view),
     path("writing/<int:account_id>/", writing_view),
     path("async/", async_view),
-    path("non-atomic-async/", non_atomic_async_view),
     path("async-dispatch/", AsyncDispatch.as_view()),
-    path("async-get/", AsyncGet.as_view()),
-    path("item-dispatch/<int:item_id>/", ItemDispatch.as_view()),
-    path("item-get/<int:item_id>/", ItemGet.as_view()),
-    path("item-method/<int:item_id>/", ItemMethod.as_view()),
     path("async-stream/", async_stream),
-    path("broken-stream/", broken_stream),
-    path("locking/<int:is_async>/", stream_that_locks),
-    path("locking-async/<int:is_async>/", async_stream_that_locks),
-    path("refusing/", refusing),
-    path("refusing-async/", refusing_async),
-    path("refusing-class/", Refusing.as_view()),
+    path("locking/", stream_that_locks),
 ]
 pytestmark = pytest.mark.urls(__name__)
 
 ATOMIC_KINDS = ("/function/", "/rest/", "/decorated-dispatch/", "/decorated-method/")
-ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-get/")
-REFUSING_KINDS = ("/refusing/", "/refusing-async/", "/refusing-class/")
+ASYNC_KINDS = ("/async/", "/async-dispatch/")
 
 
 @pytest.fixture
@@ -304,18 +220,6 @@ def listening(signal: Signal, receiver: Callable[..., object]) -> Iterator[None]
         yield
     finally:
         signal.disconnect(receiver)
-
-
-@contextlib.contextmanager
-def held_by_another_thread(name: str) -> Iterator[None]:
-    # The client runs views in this thread, which would enter its own lock again.
-    with ThreadPoolExecutor(1) as other:
-        lease = other.submit(lock(name, ttl=30).acquire).result()
-        assert lease
-        try:
-            yield
-        finally:
-            other.submit(lease.release).result()
 
 
 def content(answer: object) -> Iterator[bytes]:
@@ -478,35 +382,6 @@ def test_an_async_view_served_by_wsgi_holds_the_lock_as_well(client: Client, url
     assert not lock(NAME).locked()
 
 
-@pytest.mark.parametrize("kind", ["item-dispatch", "item-get", "item-method"])
-def test_the_name_of_a_method_s_lock_has_the_arguments_of_the_url(
-    client: Client, kind: str
-) -> None:
-    names: list[str] = []
-
-    def look(name: str, **_: Any) -> None:
-        names.append(name)
-
-    with listening(lock_acquired, look):
-        client.get(f"/{kind}/42/")
-
-    assert names == ["item:42"]
-
-
-@pytest.mark.parametrize("url", ["/function/", "/async/"])
-def test_the_holder_of_a_view_is_shown_by_its_path(client: Client, url: str) -> None:
-    purposes: list[str] = []
-
-    def look(lease: Lease, **_: Any) -> None:
-        purposes.append(lease.holder.purpose)
-
-    with listening(lock_acquired, look):
-        client.get(url)
-
-        # In an event loop signals are sent by another thread.
-        eventually(lambda: purposes == [f"GET {url}"])
-
-
 # Streaming.
 
 
@@ -544,7 +419,7 @@ async def test_an_async_stream_holds_the_lock_until_its_last_line(
 
 
 def test_the_body_of_a_stream_holds_the_lock_of_its_view(client: Client) -> None:
-    answer = client.get("/locking/0/")
+    answer = client.get("/locking/")
 
     # The server may make each part in another thread.
     lines = content(answer)
@@ -553,34 +428,3 @@ def test_the_body_of_a_stream_holds_the_lock_of_its_view(client: Client) -> None
     assert lock(NAME).acquire(timeout=0) is None
     assert list(lines) == []
     assert not lock(NAME).locked()
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize("url", REFUSING_KINDS)
-def test_a_busy_lock_is_409_and_says_when_to_retry(client: Client, url: str) -> None:
-    with held_by_another_thread(NAME):
-        answer = client.get(url)
-
-    assert answer.status_code == 409
-    assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
-    assert 1 <= int(answer.headers["Retry-After"]) <= 30
-
-
-@pytest.mark.parametrize("url", REFUSING_KINDS)
-@pytest.mark.parametrize("accept", ["application/json", "application/problem+json"])
-def test_a_client_that_asks_for_json_gets_problem_details(
-    client: Client, url: str, accept: str
-) -> None:
-    with held_by_another_thread(NAME):
-        answer = client.get(url, headers={"accept": accept})
-
-    assert answer.status_code == 409
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    assert int(answer.headers["Retry-After"]) >= 1
-    assert answer.json() == {
-        "type": "about:blank",
-        "title": "Somebody else is already working on this; try again later.",
-        "status": 409,
-    }

@@ -141,7 +141,11 @@ def test_respond_answers_in_json_whom_asks_for_it(busy: str) -> None:
 
     assert response.status_code == 423
     assert response["Content-Type"] == "application/problem+json"
-    assert json.loads(response.content)["status"] == 423
+    assert json.loads(response.content) == {
+        "type": "about:blank",
+        "title": "Somebody else is already working on this; try again later.",
+        "status": 423,
+    }
 
 
 @pytest.mark.parametrize("accept", ["text/html", "application/json"])

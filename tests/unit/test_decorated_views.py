@@ -13,10 +13,8 @@ from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
 from django.utils.decorators import (
     async_only_middleware,
-    method_decorator,
     sync_only_middleware,
 )
-from django.views import View
 from pytest_django.fixtures import Settings
 
 from django_distlock import current_lease, distributed_lock, lock, respond
@@ -27,19 +25,6 @@ pytestmark = pytest.mark.usefixtures("memory")
 
 def _is_held(name: str) -> bool:
     return lock(name).locked()
-
-
-def test_dispatch_of_a_view_holds_it() -> None:
-    @method_decorator(distributed_lock("a"), name="dispatch")
-    class Held(View):
-        def get(self, request: HttpRequest) -> HttpResponse:
-            return HttpResponse(str(_is_held("a")))
-
-    response = Held.as_view()(RequestFactory().get("/"))
-
-    assert isinstance(response, HttpResponse)
-    assert response.content == b"True"
-    assert not _is_held("a")
 
 
 def test_a_view_may_be_an_object() -> None:
@@ -78,32 +63,13 @@ def test_a_view_that_fails_reserves_nothing(status: int, is_reserved: bool) -> N
     assert (_is_held("a"), _is_held("b")) == (is_reserved, is_reserved)
 
 
-async def test_dispatch_of_an_asynchronous_view_holds_it() -> None:
-    @method_decorator(distributed_lock("a"), name="dispatch")
-    class Held(View):
-        async def get(self, request: HttpRequest) -> HttpResponse:
-            return HttpResponse(str(await lock("a").alocked()))
-
-    response = await Held.as_view()(AsyncRequestFactory().get("/"))  # type: ignore[misc]  # a coroutine
-
-    assert response.content == b"True"
-    assert not await lock("a").alocked()
-
-
-def test_the_holder_says_which_request_it_serves(memory: LocMemBackend) -> None:
+def test_the_holder_of_what_is_no_view_says_which_function_runs(memory: LocMemBackend) -> None:
     @distributed_lock("a")
-    def view(request: HttpRequest) -> str:
-        lease = current_lease()
-        assert lease
-        return lease.holder.purpose
-
-    @distributed_lock("b")
     def work() -> str:
         lease = current_lease()
         assert lease
         return lease.holder.purpose
 
-    assert view(RequestFactory().post("/fees/7/?secret=1")) == "POST /fees/7/"
     assert work().endswith("work")
 
 
