@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.backends.conftest import database, server_database
+from tests.fixtures.celery_worker import starting
+
+from .staff import client_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from django.test import Client
+
+    from tests.fixtures.celery_worker import CeleryWorker
+    from tests.fixtures.redis import Redis
     from tests.integration.celery_tasks import Diary
 
 __all__ = ["database", "server_database"]
@@ -22,6 +29,18 @@ __all__ = ["database", "server_database"]
 def name() -> str:
     """A name that no other test has locked."""
     return f"integration:{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def viewer() -> Client:
+    """The browser of somebody who may see locks."""
+    return client_of("view_methodlock")
+
+
+@pytest.fixture
+def operator() -> Client:
+    """The browser of somebody who may free them, too."""
+    return client_of("view_methodlock", "force_release_methodlock")
 
 
 @pytest.fixture
@@ -35,6 +54,14 @@ def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
     # A test that failed must not keep the worker busy.
     diary.let_go(9)
     diary.close()
+
+
+@pytest.fixture(scope="session")
+def worker(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CeleryWorker]:
+    """A Celery worker with two processes and the tasks of all modules; tests leave it as it is."""
+    modules = (f"{__package__}.{each}_tasks" for each in ("celery", "unique", "debounced"))
+    with starting(tmp_path_factory.mktemp("celery")) as start:
+        yield start(include=",".join(["testproject.tasks", *modules]))[0]
 
 
 @pytest.fixture

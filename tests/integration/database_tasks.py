@@ -15,7 +15,7 @@ from tests.fixtures.eventually import eventually
 LEASE = 4
 LONGEST = 60
 #: Seconds: a body begins so long after the last call, and at the latest so long after the first one.
-QUIET, AT_MOST = 1, 5
+QUIET, AT_MOST = 1, 3
 unique = partial(unique_task, "once:{folder}", lease=LEASE, backend="database")
 
 
@@ -48,11 +48,6 @@ def once_more(folder: str) -> str:
 
 
 debounced = partial(unique, lease=60, debounce=QUIET, at_most=AT_MOST)
-
-
-@debounced()
-def see(folder: str) -> None:
-    Calls(folder).see()
 
 
 @debounced()

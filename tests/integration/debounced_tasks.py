@@ -11,7 +11,7 @@ from tests.fixtures.calls import Calls
 from .celery_tasks import body
 
 #: Seconds: a body begins so long after the last call, and at the latest so long after the first one.
-QUIET, AT_MOST = 1, 5
+QUIET, AT_MOST = 1, 3
 debounced = partial(
     unique_task, "once:{page}", using="redis", lease=60, debounce=QUIET, at_most=AT_MOST
 )

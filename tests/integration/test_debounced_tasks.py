@@ -38,12 +38,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker(start_workers: StartWorkers) -> CeleryWorker:
-    """One with two processes, which tests leave as it is."""
-    return start_workers(include=TASKS)[0]
-
-
 def is_free(diary: Diary) -> bool:
     return not lock(f"once:{diary.page}", using="redis").locked()
 
@@ -83,8 +77,8 @@ def test_forty_calls_a_second_lead_to_few_bodies_and_the_last_sees_the_last_call
     call_in_two_threads(seconds, lambda: 2 / A_SECOND, tasks.see, worker, tmp_path)
 
     eventually(calls.are_seen, AT_MOST + 5)
-    assert calls.number > seconds * A_SECOND / 2
     assert 1 < len(calls.seen) <= seconds / AT_MOST + 1
+    assert calls.number > 10 * len(calls.seen)
 
 
 def test_calls_at_any_moment_are_seen(worker: CeleryWorker, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from django_distlock import (
     LockBackendError,
     LockLost,
     LockNotAcquired,
-    NotSupported,
     lock,
     locks,
     skip,
@@ -34,7 +33,7 @@ from testproject.celery import app
 from tests.fixtures.celery_worker import close_results
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.launch import send
-from tests.integration import unique_tasks
+from tests.integration import unique_tasks, worker_tasks
 from tests.integration.celery_tasks import Diary
 from tests.integration.test_celery import FORGIVING, began
 from tests.integration.unique_tasks import LEASE
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery.result import AsyncResult
-    from pytest_django import Settings
 
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
@@ -53,12 +51,6 @@ pytestmark = [
     pytest.mark.usefixtures("celery_connections"),
     pytest.mark.filterwarnings("ignore:Call to deprecated setex"),  # by Celery
 ]
-
-
-@pytest.fixture(scope="module")
-def worker(start_workers: StartWorkers) -> CeleryWorker:
-    """One with two processes, which tests leave as it is."""
-    return start_workers(include=TASKS)[0]
 
 
 def send_to(worker: CeleryWorker | str, name: str, diary: Diary, **options: Any) -> AsyncResult:
@@ -124,9 +116,11 @@ def test_sent_again_while_it_waits_in_the_queue_it_is_the_one_in_the_queue(diary
 
 
 @pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
-def test_it_works_in_every_pool(start_workers: StartWorkers, diary: Diary, pool: str) -> None:
-    environment = {"PYTHONWARNINGS": "ignore"}
-    [worker] = start_workers(children=4, include=TASKS, pool=pool, environment=environment)
+def test_locks_and_unique_tasks_work_in_every_pool(
+    start_workers: StartWorkers, diary: Diary, pool: str
+) -> None:
+    include, environment = f"{TASKS},{worker_tasks.__name__}", {"PYTHONWARNINGS": "ignore"}
+    [worker] = start_workers(children=4, include=include, pool=pool, environment=environment)
     first = send_to(worker, "retried_by_itself", diary)
     began(diary, 1)
 
@@ -135,7 +129,14 @@ def test_it_works_in_every_pool(start_workers: StartWorkers, diary: Diary, pool:
     diary.let_go()
     assert first.get(timeout=30) == "done"
     eventually(lambda: is_free(diary))
+
+    # Each holds it for longer than the ttl.
+    terms = {"name": diary.page, "seconds": 2, "ttl": 1, "timeout": 30, "using": "redis"}
+    holds = [worker_tasks.hold.apply_async((), terms, queue=worker.queue) for _ in range(2)]
+    early, late = sorted(hold.get(timeout=40) for hold in holds)
+    assert early[1] <= late[0]
     worker.stop()
+    assert not lock(diary.page, using="redis").locked()
 
 
 def test_the_holder_is_the_task_before_it_runs_too(worker: CeleryWorker, diary: Diary) -> None:
@@ -309,29 +310,24 @@ def test_a_revoked_task_frees_the_name_when_a_worker_sees_it(
 
 
 def test_a_message_that_waits_for_longer_than_its_lease_gives_way_to_a_later_one_in_words(
-    start_workers: StartWorkers, diary: Diary
+    worker: CeleryWorker, diary: Diary
 ) -> None:
-    [worker] = start_workers(children=1, include=TASKS)
-    worker.stop()
     diary.let_go(2)
-    alone = send_to(worker, "once", diary)
-    eventually(lambda: is_free(diary), LEASE + 2)
-    worker.launch()
+    with worker.paused():
+        alone = send_to(worker, "once", diary)
+        eventually(lambda: is_free(diary), LEASE + 2)
     assert alone.get(timeout=40) == "done"
-    worker.stop()
-    lost = send_to(worker, "once", diary)
-    eventually(lambda: is_free(diary), LEASE + 2)
-    later = send_to(worker, "once_within_a_minute", diary)
-    assert later.id != lost.id
-
-    worker.launch()
+    with worker.paused():
+        lost = send_to(worker, "once", diary)
+        eventually(lambda: is_free(diary), LEASE + 2)
+        later = send_to(worker, "once_within_a_minute", diary)
+        assert later.id != lost.id
 
     with pytest.raises(LockNotAcquired) as caught:
         lost.get(timeout=40)
     assert later.id in str(caught.value)
     assert later.get(timeout=20) == "done"
     assert events(diary) == ["began", "ended"] * 2
-    worker.stop()
 
 
 # What is sent while it runs.
@@ -672,17 +668,6 @@ def test_a_task_is_refused() -> None:
 
     with pytest.raises(TypeError, match="leave @shared_task out"):
         unique_task("x")(task)
-
-
-def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:
-    backend = "django_distlock.backends.zookeeper.ZooKeeperBackend"
-    settings.DISTLOCK = {"bound": {"BACKEND": backend, "OPTIONS": {"hosts": "localhost:1"}}}
-
-    @unique_task("x", using="bound", name="tests.bound")
-    def task() -> None: ...
-
-    with pytest.raises(NotSupported, match="unique_task"):
-        task.delay()
 
 
 def imported(shop_id: int) -> str:

@@ -58,8 +58,8 @@ class Combination:
 
     @property
     def is_cooperative(self) -> bool:
-        """Whether requests of a worker process share one thread: greenlets or tasks."""
-        return self.kind in {"gunicorn-gevent", "uwsgi-gevent", "uvicorn", "uvicorn-uvloop"}
+        """Whether requests of a worker process share one thread: greenlets or tasks; uvloop has tests of its own."""
+        return self.kind in {"gunicorn-gevent", "uwsgi-gevent", "uvicorn"}
 
 
 def combinations(*pairs: tuple[str, str]) -> list[Any]:
@@ -323,54 +323,25 @@ def test_threads_that_became_greenlets_too_late_are_refused_in_words(
     site.close()
 
 
-@pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
-@pytest.mark.usefixtures("celery_connections")
-@over(("celery", "redis"))
-def test_tasks_of_every_pool_renew_wait_and_exclude(
-    start_workers: StartWorkers, name: str, combination: Combination, pool: str
-) -> None:
-    settings = json.dumps(combination.profile.settings)
-    environment = {
-        "DJANGO_SETTINGS_MODULE": "tests.integration.worker_settings",
-        "DISTLOCK_WORKERS_ALIAS": settings,
-    }
-    include = worker_tasks.__name__
-    [worker] = start_workers(children=4, include=include, pool=pool, environment=environment)
-
-    terms = {"name": name, "seconds": BEYOND_TTL, "ttl": TTL, "timeout": LONG}
-    holds = [worker_tasks.hold.apply_async((), terms, queue=worker.queue) for _ in range(2)]
-
-    holdings = [hold.get(timeout=40) for hold in holds]
-    early, late = sorted((holding["entered"], holding["left"]) for holding in holdings)
-    assert early[1] <= late[0]
-    worker.stop()
-    assert not held_elsewhere(name)
-
-
 @pytest.mark.parametrize("driver", ["mysqlclient", "pymysql"])
-@pytest.mark.usefixtures("celery_connections")
-@over(("celery", "mariadb"), ("celery", "mariadb-rowlock"), ("celery", "mariadb-advisory"))
+@pytest.mark.usefixtures("celery_connections", "mariadb")
 def test_a_soft_time_limit_ends_a_wait_by_each_driver(
-    request: pytest.FixtureRequest,
-    start_workers: StartWorkers,
-    name: str,
-    combination: Combination,
-    driver: str,
+    start_workers: StartWorkers, settings: Settings, driver: str
 ) -> None:
-    for fixture in combination.fixtures:
-        request.getfixturevalue(fixture)
-    environment = {
-        "DJANGO_SETTINGS_MODULE": "tests.integration.worker_settings",
-        "DISTLOCK_WORKERS_ALIAS": json.dumps(combination.profile.settings),
-        "DISTLOCK_MYSQL_DRIVER": driver,
-    }
-    [worker] = start_workers(children=1, include=worker_tasks.__name__, environment=environment)
+    kinds = ("mariadb", "mariadb-rowlock", "mariadb-advisory")
+    settings.DISTLOCK = {kind: BY_NAME[kind].settings for kind in kinds}
+    aliases = {"DISTLOCK_ALIASES": json.dumps(settings.DISTLOCK), "DISTLOCK_MYSQL_DRIVER": driver}
+    [worker] = start_workers(children=1, include=worker_tasks.__name__, environment=aliases)
+    name = f"workers:{os.getpid()}:{next(_numbers)}"
 
-    with held_in_thread(lock(name, ttl=LONG)):
-        waited = worker_tasks.wait.apply_async((name,), queue=worker.queue).get(timeout=40)
+    for kind in kinds:
+        with held_in_thread(lock(name, using=kind, ttl=LONG)):
+            waits = worker_tasks.wait.apply_async((name, kind), queue=worker.queue)
+            waited = waits.get(timeout=40)
 
-    assert worker_tasks.SOFT_LIMIT * 0.9 <= waited < worker_tasks.SOFT_LIMIT + AT_ONCE
-    assert free_within(name, 5)
+        assert worker_tasks.SOFT_LIMIT * 0.9 <= waited < worker_tasks.SOFT_LIMIT + AT_ONCE
+        with lock(name, using=kind, timeout=5):
+            pass
     worker.stop()
 
 

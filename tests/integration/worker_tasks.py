@@ -1,8 +1,7 @@
-"""A Celery task that holds a lock of the alias "default" for as long as it is told."""
+"""Celery tasks that hold a lock for as long as they are told, or wait for it."""
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from typing import Any
@@ -19,21 +18,22 @@ SOFT_LIMIT = 1
 
 
 @shared_task
-def hold(name: str, seconds: float, ttl: float, timeout: float) -> dict[str, Any]:
-    with lock(name, ttl=ttl, timeout=timeout) as lease:
+def hold(name: str, seconds: float, **terms: Any) -> list[float]:
+    """Return when the lock was held."""
+    with lock(name, **terms) as lease:
         entered = _now()
         while _now() < entered + seconds:
             time.sleep(STEP)
             lease.check()
-        return {"pid": os.getpid(), "entered": entered, "left": _now()}
+        return [entered, _now()]
 
 
 @shared_task(soft_time_limit=SOFT_LIMIT)
-def wait(name: str) -> float:
+def wait(name: str, using: str) -> float:
     """Return how long a wait for the lock lasted until the soft time limit ended it."""
     began = _now()
     with suppress(SoftTimeLimitExceeded):
-        lock(name, timeout=60).acquire()
+        lock(name, using=using, timeout=60).acquire()
     return _now() - began
 
 
