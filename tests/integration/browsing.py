@@ -8,13 +8,11 @@ from typing import Any, cast
 
 from django.contrib.auth.models import User
 from django.test import Client
-from django.urls import reverse
 from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-LIST = reverse("admin:django_distlock_heldlock_changelist")
 CUT_OFF = """
 return [...document.querySelectorAll("#container *")]
     .filter((each) => !each.closest("select, input, svg, .skip-to-content-link, .visually-hidden"))

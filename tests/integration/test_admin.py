@@ -17,7 +17,6 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.db import connections, transaction
 from django.test import Client
-from django.urls import reverse
 
 from django_distlock import (
     Lease,
@@ -40,13 +39,11 @@ from tests.fixtures import tenancy
 from tests.fixtures.tenancy import tenant
 
 from .lock_rows import HOLDER, put, put_waiter, reread
-from .staff import addresses, client_of
+from .staff import FORCE, LIST, addresses, client_of, detail_url
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-LIST = reverse("admin:django_distlock_heldlock_changelist")
-FORCE = reverse("admin:django_distlock_heldlock_force_release")
 HOSTILE = "<script>alert(1)</script>"
 #: Written into the table by somebody else: a terminal or a reader is led astray by each.
 MARKS = "\n\x1b[2J\u202e\u2066"
@@ -59,22 +56,8 @@ def urls(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "PATIENCE", 30.0)  # with a machine that has much to do
 
 
-@pytest.fixture
-def viewer() -> Client:
-    return client_of("view_methodlock")
-
-
-@pytest.fixture
-def operator() -> Client:
-    return client_of("view_methodlock", "force_release_methodlock")
-
-
 def listed(client: Client, **query: str) -> Page:
     return client.get(LIST, query)
-
-
-def detail_url(row: MethodLock) -> str:
-    return reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
 
 
 def rows_of(page: Page) -> dict[str, Held]:
@@ -141,31 +124,32 @@ def losing(name: str, using: str, **wishes: Any) -> Iterator[Lease]:
 # What it shows
 
 
-@pytest.mark.parametrize(
-    ("state", "shown"),
-    [
-        (LockState.HELD, ["held", str(HOLDER), "118 minutes"]),
-        (LockState.STALE, ["stale", str(HOLDER), "ended"]),
-        (LockState.RESERVED, ["reserved", "-", "until "]),
-        (LockState.FREE, ["free", "-", "-"]),
-    ],
-)
+SHOWN = {
+    LockState.HELD: ["held", str(HOLDER), "118 minutes"],
+    LockState.STALE: ["stale", str(HOLDER), "ended"],
+    LockState.RESERVED: ["reserved", "-", "until "],
+    LockState.FREE: ["free", "-", "-"],
+}
+
+
 def test_list_of_each_state_shows_holder_time_and_waiters(
-    database: str, name: str, viewer: Client, state: LockState, shown: list[str]
+    database: str, name: str, viewer: Client
 ) -> None:
     rows = {each: put(database, f"{name}:{each}", each) for each in LockState}
-    for lives in (timedelta(hours=1), timedelta(hours=1), timedelta(hours=-1)):
-        put_waiter(database, rows[state], lives)
+    for row in rows.values():
+        for lives in (timedelta(hours=1), timedelta(hours=1), timedelta(hours=-1)):
+            put_waiter(database, row, lives)
 
-    page = listed(viewer, q=name, state=state.value, alias=database)
+    for state, shown in SHOWN.items():
+        page = listed(viewer, q=name, state=state.value, alias=database)
 
-    assert [held.name for held in rows_of(page).values()] == [f"{name}:{state}"]
-    state_cell, holder, since, remaining, waiters, alias = cells(page, f"{name}:{state}")[1:]
-    assert [state_cell, holder, remaining[: len(shown[2])]] == shown
-    # On other servers waiters have no places.
-    assert waiters == ("2" if database == "postgres" and state != LockState.FREE else "-")
-    assert alias == database
-    assert (since == "-") is (state == LockState.RESERVED)
+        assert [held.name for held in rows_of(page).values()] == [f"{name}:{state}"]
+        state_cell, holder, since, remaining, waiters, alias = cells(page, f"{name}:{state}")[1:]
+        assert [state_cell, holder, remaining[: len(shown[2])]] == shown
+        # On other servers waiters have no places.
+        assert waiters == ("2" if database == "postgres" and state != LockState.FREE else "-")
+        assert alias == database
+        assert (since == "-") is (state == LockState.RESERVED)
 
 
 def test_search_finds_by_name_and_by_key(database: str, name: str, viewer: Client) -> None:
@@ -205,10 +189,10 @@ def test_a_lock_that_a_session_holds_is_not_listed_as_free(name: str, viewer: Cl
     assert [*rows_of(listed(viewer, q=name, state="free"))] == [name]
 
 
-def test_hostile_text_is_escaped_everywhere(database: str, name: str, operator: Client) -> None:
+def test_hostile_text_is_escaped_everywhere(name: str, operator: Client) -> None:
     written = {"host": MARKS, "pid": 1, "thread": HOSTILE, "task": MARKS, "purpose": HOSTILE}
     hostile = f"{HOSTILE}{MARKS}{name}"
-    row = put(database, name, LockState.HELD, description=hostile, holder=json.dumps(written))
+    row = put("default", name, LockState.HELD, description=hostile, holder=json.dumps(written))
 
     pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
     told = submit(operator, pages[2]).content.decode()
@@ -369,15 +353,13 @@ def test_forced_release_frees_the_lock_and_tells_everybody(
     assert entry.user.username in line.message
 
 
-def test_what_min_hold_reserves_is_freed_and_logged_as_that(
-    database: str, name: str, operator: Client
-) -> None:
-    with lock(name, using=database, min_hold=600) as lease:
-        held = confirm(operator, row_of(database, name))
-    row = row_of(database, name)
+def test_what_min_hold_reserves_is_freed_and_logged_as_that(name: str, operator: Client) -> None:
+    with lock(name, min_hold=600) as lease:
+        held = confirm(operator, row_of("default", name))
+    row = row_of("default", name)
 
     refused = submit(operator, held)
-    with pytest.raises(LockNotAcquired), lock(name, using=database, timeout=0):
+    with pytest.raises(LockNotAcquired), lock(name, timeout=0):
         pass
     assert (
         f"{FORCE}?lock={urlquote(value_of(row))}" in operator.get(detail_url(row)).content.decode()
@@ -390,11 +372,10 @@ def test_what_min_hold_reserves_is_freed_and_logged_as_that(
     assert messages(done) == ["1 lock was released."]
     [entry] = LogEntry.objects.filter(object_id=row.method_name, object_repr=name)
     assert entry.get_change_message() == (
-        f"Ended the reservation by min_hold on alias “{database}”, "
-        f"fencing token {row.fencing_token}."
+        f"Ended the reservation by min_hold on alias “default”, fencing token {row.fencing_token}."
     )
     assert [fact["holder"] for fact in told] == [None]
-    with lock(name, using=database, timeout=0, min_hold=600) as later:
+    with lock(name, timeout=0, min_hold=600) as later:
         assert cast("int", later.fencing_token) > cast("int", lease.fencing_token) + 1
     assert "not released" in messages(submit(operator, asked))[0]  # it was reserved once more
 
@@ -510,9 +491,9 @@ def write_elsewhere(database: str, name: str) -> None:
 
 
 def test_log_entry_that_cannot_be_written_undoes_the_release(
-    database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+    name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = put(database, name, LockState.HELD)
+    row = put("default", name, LockState.HELD)
     page = confirm(operator, row)
 
     def refuse(*args: object, **options: object) -> None:

@@ -15,7 +15,6 @@ from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.urls import reverse
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support import expected_conditions as there
 
 from django_distlock import LockNotHeld, lock
 from django_distlock.engine.values import LockState, digest
@@ -25,10 +24,10 @@ from django_distlock.models import MethodLock
 from tests.fixtures.browser import OpenBrowser, served
 from tests.fixtures.eventually import eventually
 
-from .browsing import LIST, Operator
-from .lock_rows import put, put_waiter
+from .browsing import Operator
+from .lock_rows import put, put_waiter, reread
+from .staff import FORCE, LIST
 
-FORCE = reverse("admin:django_distlock_heldlock_force_release")
 PICTURE = Path(__file__).parents[2] / "docs" / "_static" / "locks.webp"
 #: Whether what takes a lock away has the colour in which Django deletes.
 IS_RED = """const probe = document.body.appendChild(document.createElement("i"));
@@ -45,7 +44,6 @@ NEVER_ANSWERED = """const send = window.fetch;
     };"""
 IS_SENT = "return window.isSent === true;"
 STOPPED = "The page is not refreshed any more: load it again."
-HOSTILE = "<script>alert(1)</script>"
 Start = Callable[[], "Operator"]
 
 pytestmark = pytest.mark.server
@@ -68,32 +66,16 @@ def row_of(name: str) -> MethodLock:
     return MethodLock.objects.get(method_name=server_key(name))
 
 
-def test_list_shows_the_states_and_runs_no_script_of_a_name(operator: Start, name: str) -> None:
-    for state in LockState:
-        put("default", f"{name}:{state}", state)
-    put_waiter("default", put("default", f"{HOSTILE}{name}", LockState.HELD))
-
-    someone = operator()
-    someone.open(f"{LIST}?q={name}&state=all")
-    assert {row[0]: row[1] for row in someone.rows()} == {
-        f"{name}:held": "held",
-        f"{name}:stale": "stale",
-        f"{name}:reserved": "reserved",
-        f"{name}:free": "free",
-        f"{HOSTILE}{name}": "held",
-    }
-    assert there.alert_is_present()(someone.browser) is False
-    assert not someone.browser.find_elements(By.CSS_SELECTOR, "#result_list script")
-
-
 def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, name: str) -> None:
     someone = operator()
     with pytest.raises(LockNotHeld), lock(name, ttl=3, purpose="the monthly report") as lease:
         someone.open(f"{LIST}?q={name}")
+        assert someone.browser.execute_script(IS_RED)
         someone.click("#pick")
         someone.press("#distlock-force input[type=submit]")
 
         assert someone.find("#content h1").text == "Force release"
+        assert someone.browser.execute_script(IS_RED)
         [asked] = someone.rows()
         assert asked[0] == name
         assert "the monthly report" in asked[2]
@@ -105,30 +87,9 @@ def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, nam
         eventually(lambda: lease.lost, 5, "the holder is told at its next renewal")
 
 
-def test_what_takes_a_lock_away_looks_dangerous(operator: Start, name: str) -> None:
-    with lock(name):
-        mine = operator()
-        mine.open(LIST)
-        assert mine.browser.execute_script(IS_RED)
-        mine.follow(name)
-        assert mine.browser.execute_script(IS_RED)
-        mine.press("a.distlock-danger")
-        assert mine.browser.execute_script(IS_RED)
-
-
-def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: str) -> None:
-    someone = operator()
-    row = put("default", name, LockState.HELD)
-
-    someone.open(f"{LIST}{name}/change/")
-    someone.follow("Force release")
-    someone.follow("No, take me back")
-
-    assert someone.browser.current_url.endswith(LIST)
-    assert row_of(name).owner == row.owner
-
-
-def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str) -> None:
+def test_a_page_of_the_lock_says_all_there_is_to_know_and_who_changes_his_mind_releases_nothing(
+    operator: Start, name: str
+) -> None:
     row = put("default", name + "x" * 300, LockState.HELD)
     someone = operator()
 
@@ -146,6 +107,12 @@ def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str
     assert not someone.browser.find_elements(By.CSS_SELECTOR, "#content form input[type=text]")
     wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
     assert someone.browser.execute_script(wide) is False
+    assert someone.browser.execute_script(IS_RED)
+
+    someone.follow("Force release")
+    someone.follow("No, take me back")
+    assert someone.browser.current_url.endswith(LIST)
+    assert reread(row) == row
 
 
 def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, name: str) -> None:

@@ -19,7 +19,7 @@ from testproject.models import Account
 from testproject.urls import urlpatterns
 
 from .aliases import DOWN, MEMORY
-from .staff import client_of
+from .staff import FORCE, LIST, client_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -157,7 +157,7 @@ def test_the_button_frees_it_after_a_confirmation_and_comes_back(account: Accoun
     confirmed = {"lock": question.context["rows"][0].value, "next": question.context["next"]}
     assert f'value="{address}"' in question.text
     assert lease.held
-    answer = client.post(reverse("admin:django_distlock_heldlock_force_release"), confirmed)
+    answer = client.post(FORCE, confirmed)
 
     assert (answer.status_code, answer.headers["Location"]) == (302, address)
     assert lease.lost
@@ -169,17 +169,16 @@ def test_the_button_frees_it_after_a_confirmation_and_comes_back(account: Accoun
 
 @pytest.mark.parametrize("elsewhere", ["https://evil.example/", "//evil.example", "javascript:x"])
 def test_it_goes_to_no_other_site(account: Account, elsewhere: str) -> None:
-    client, force = client_of(*FREES), reverse("admin:django_distlock_heldlock_force_release")
-    listed = reverse("admin:django_distlock_heldlock_changelist")
+    client = client_of(*FREES)
     with lock(account):
         words = {"lock": client.get(page_of(account)).context["distlock_rows"][0].value}
 
-        question = client.get(force, {**words, "next": elsewhere})
+        question = client.get(FORCE, {**words, "next": elsewhere})
 
-        assert question.context["next"] == listed
+        assert question.context["next"] == LIST
         assert elsewhere not in question.text
-    answer = client.post(force, {**words, "next": elsewhere})
-    assert answer.headers["Location"] == listed
+    answer = client.post(FORCE, {**words, "next": elsewhere})
+    assert answer.headers["Location"] == LIST
 
 
 def test_what_is_down_or_wrong_is_told_and_does_not_hide_the_others(
