@@ -101,20 +101,32 @@ def strip(module: ModuleType, system: str) -> None:
         delattr(module, name)
 
 
-def work(alias: str) -> None:
-    """Take locks of *alias* in each way, free and held by another thread or task."""
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
+def work(*aliases: str) -> None:
+    """Take locks of each alias, and import every module of the package except contrib, which needs libraries of others."""
     import django
     from django.conf import settings
 
     django.setup()
-    settings.DISTLOCK = {"default": json.loads(alias)}
-    from django_distlock import Lease, lock, lock_all
+    settings.DISTLOCK = {str(number): json.loads(alias) for number, alias in enumerate(aliases)}
+    for using in settings.DISTLOCK:
+        work_with(using)
+    import django_distlock
+
+    for found in pkgutil.walk_packages(django_distlock.__path__, "django_distlock."):
+        if not found.name.startswith("django_distlock.contrib."):
+            importlib.import_module(found.name)
+
+
+def work_with(using: str) -> None:
+    """Take locks of this alias in each way, free and held by another thread or task."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+    from functools import partial
+
+    from django_distlock import Lease, lock as lock_of, lock_all
     from django_distlock.signals import lock_extended
 
-    name = f"other-system:{os.getpid()}"
+    name, lock = f"other-system:{os.getpid()}", partial(lock_of, using=using)
     lease = lock(name, ttl=2).acquire()
     assert lease
     with ThreadPoolExecutor(8) as pool:
@@ -127,9 +139,9 @@ def work(alias: str) -> None:
         heir = waiter.result(60)
         assert heir
         heir.release()
-    with lock_all(f"{name}:1", f"{name}:2") as leases:
+    with lock_all(f"{name}:1", f"{name}:2", using=using) as leases:
         assert all(each.held for each in leases)
-    asyncio.run(work_in_tasks(name))
+    asyncio.run(work_in_tasks(name, using))
     if lease.backend.supports_detach:
         handed = lock(name).acquire()
         assert handed
@@ -137,28 +149,16 @@ def work(alias: str) -> None:
     assert not lock(name).locked()
 
 
-async def work_in_tasks(name: str) -> None:
+async def work_in_tasks(name: str, using: str) -> None:
     import asyncio
 
     from django_distlock import lock
 
     async def take() -> None:
-        async with lock(name, timeout=60) as lease:
+        async with lock(name, using=using, timeout=60) as lease:
             await lease.aextend()
 
     await asyncio.gather(*[take() for _ in range(5)])
-
-
-def import_all() -> None:
-    """Import every module of the package but contrib, which has libraries of others."""
-    import django
-
-    django.setup()
-    import django_distlock
-
-    for found in pkgutil.walk_packages(django_distlock.__path__, "django_distlock."):
-        if not found.name.startswith("django_distlock.contrib."):
-            importlib.import_module(found.name)
 
 
 def run_locked() -> None:

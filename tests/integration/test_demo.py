@@ -33,13 +33,6 @@ def environment(tmp_path: Path) -> Environment:
     return {**os.environ, "DISTLOCK_SQLITE_PATH": str(tmp_path / "demo.sqlite3"), "COLUMNS": "80"}
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> "subprocess.CompletedProcess[str]":
-    """What the demo shows a file, run once for those who only read it."""
-    path = str(tmp_path_factory.mktemp("demo") / "demo.sqlite3")
-    return run(*SMALL, environment={**os.environ, "DISTLOCK_SQLITE_PATH": path, "COLUMNS": "80"})
-
-
 @dataclass
 class Row:
     """What the demo's table tells of one run."""
@@ -51,20 +44,6 @@ class Row:
     wrong: Decimal
 
 
-def run(
-    *command: str, environment: Environment, cwd: Path = ROOT, program: str = "-m testproject"
-) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, *program.split(), *command],
-        cwd=cwd,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=50,
-        check=False,
-    )
-
-
 def row(title: str, output: str) -> Row:
     line = re.search(rf"^\| {title} +\|(.*)\|$", output, re.MULTILINE)
     assert line, output
@@ -72,9 +51,11 @@ def row(title: str, output: str) -> Row:
     return Row(int(made), int(lost), *map(Decimal, money))
 
 
-def test_the_demo_loses_updates_without_the_lock_and_none_with_it(
-    shown: "subprocess.CompletedProcess[str]",
-) -> None:
+def test_the_demo_loses_updates_without_the_lock_and_none_with_it(environment: Environment) -> None:
+    command = [sys.executable, "-m", "testproject", *SMALL]
+    shown = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=50, check=False
+    )
     assert (shown.returncode, shown.stderr) == (0, "")
     unlocked, locked = row("no lock", shown.stdout), row("@distributed_lock", shown.stdout)
     assert unlocked.made == 12
@@ -118,24 +99,20 @@ def page(environment: Environment, path: str) -> str:
         return text
 
 
-@pytest.mark.usefixtures("server")
-def test_the_server_has_accounts_and_locks_to_show(environment: Environment) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_it_has_accounts_and_locks_to_show_and_its_holder_goes_with_it_however_it_ends(
+    environment: Environment, server: "subprocess.Popen[str]", end: signal.Signals
+) -> None:
     index = page(environment, "/")
-
-    assert all(f">{name}</a>" in index for name in ("Ada", "Grace", "Linus"))
     expected = {
         "newsletter": "free",
         "reminders:daily": "reserved",
         "import:orders": "stale",
         "report:monthly": "held",
     }
+    assert all(f">{name}</a>" in index for name in ("Ada", "Grace", "Linus"))
     eventually(lambda: lock_states(environment) == expected)
 
-
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_holder_goes_with_the_server_however_that_ends(
-    environment: Environment, server: "subprocess.Popen[str]", end: signal.Signals
-) -> None:
     server.send_signal(end)
     server.wait(10)
 

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from tests.contract.profiles import PROFILES, Profile
+from tests.contract.profiles import PROFILES
 from tests.fixtures.pages import ROOT
 
 BY_NAME = {profile.name: profile for profile in PROFILES}
-BACKENDS = "locmem", "sqlite", "postgres", "postgres-rowlock", "mariadb", "redis"
+#: Profiles that one process takes locks of.
+TOGETHER = ["locmem", "sqlite"], ["postgres", "postgres-rowlock"], ["mariadb"], ["redis"]
 
 
 def run(*arguments: str) -> str:
@@ -32,17 +33,16 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("system", ["windows", "macos"])
-@pytest.mark.parametrize("profile", [pytest.param(BY_NAME[name], id=name) for name in BACKENDS])
-def test_locks_work_there(request: pytest.FixtureRequest, profile: Profile, system: str) -> None:
-    for fixture in profile.fixtures:
-        request.getfixturevalue(fixture)
+@pytest.mark.parametrize("server", [name for name, *_ in TOGETHER])
+def test_locks_work_there_and_the_whole_package_can_be_imported(
+    request: pytest.FixtureRequest, server: str, system: str
+) -> None:
+    [names] = [names for names in TOGETHER if names[0] == server]
+    for name in names:
+        for fixture in BY_NAME[name].fixtures:
+            request.getfixturevalue(fixture)
 
-    assert run(system, "work", json.dumps(profile.settings)) == ""
-
-
-@pytest.mark.parametrize("system", ["windows", "macos"])
-def test_the_whole_package_can_be_imported_there(system: str) -> None:
-    assert run(system, "import_all") == ""
+    assert run(system, "work", *(json.dumps(BY_NAME[name].settings) for name in names)) == ""
 
 
 def test_run_locked_says_that_it_needs_posix() -> None:

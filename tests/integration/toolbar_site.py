@@ -1,4 +1,4 @@
-"""A site with django-debug-toolbar, whose app must be installed from the start: prints what its panel records."""
+"""A site with django-debug-toolbar, whose app must be installed from the start: prints what its panel records of two requests."""
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ async def aview(request: HttpRequest) -> HttpResponse:
         return page()
 
 
-def idle(request: HttpRequest) -> HttpResponse:
-    return page()
-
-
-def main(address: str) -> None:
+def main() -> None:
     settings.configure(
         DEBUG=True,
         SECRET_KEY="of no use",
@@ -73,7 +69,7 @@ def main(address: str) -> None:
     from django.utils.module_loading import import_string
 
     globals()["urlpatterns"] = [
-        *(path(each.__name__, each) for each in (view, aview, idle)),
+        *(path(each.__name__, each) for each in (view, aview)),
         path("__debug__/", include("debug_toolbar.urls")),
     ]
     panel: Any = import_string(PANEL)
@@ -82,19 +78,14 @@ def main(address: str) -> None:
     def tell(self: Any, stats: dict[str, Any]) -> None:
         record(self, stats)
         told = {"rows": stats["rows"], "subtitle": self.nav_subtitle, "page": self.content}
-        sys.stdout.write(json.dumps(told))
+        sys.stdout.write(json.dumps(told) + "\n")
 
     panel.record_stats = tell
-    is_async = address == "/aview"
-    content = (
-        asyncio.run(AsyncClient().get(address)).content
-        if is_async
-        else Client().get(address).content
-    )
-    assert b"djDebug" in content
     has_icons = hasattr(panel.__base__, "nav_icon")  # since django-debug-toolbar 8
-    assert (b"djdt-nav-icon" in content) == has_icons
+    for page in Client().get("/view"), asyncio.run(AsyncClient().get("/aview")):
+        assert b"djDebug" in page.content
+        assert (b"djdt-nav-icon" in page.content) == has_icons
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
