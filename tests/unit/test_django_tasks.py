@@ -593,29 +593,14 @@ def test_what_unique_task_cannot_use_is_refused() -> None:
     plain = once.func.__wrapped__
     with pytest.raises(TypeError, match="leave @task out"):
         unique_task("x")(tasks.task(plain))
-    with pytest.raises(TypeError, match="must be text"):
-        unique_task(42)
-    with pytest.raises(ValueError, match="lease"):
-        unique_task("x", lease=0)
-    with pytest.raises(ValueError, match="field 'shop'"):
-        unique_task("import:{shop}")(plain)
+    with pytest.raises(TypeError, match=r"write unique_task\(lambda \.\.\.: "):
+        unique_task(plain, queue_name="slow")
     with pytest.raises(ValueError, match="field 'context'"):
         unique_task("{context}", takes_context=True)(with_context.func.__wrapped__)
     with pytest.raises(TypeError, match="missing a required argument: 'number'"):
         once.enqueue()
     with pytest.raises(TypeError, match="has no 'ttl'; use lease"):
         unique_task("x", ttl=60)
-    with pytest.raises(TypeError, match="write the lock's name first, without name="):
-        unique_task(name="import:{number}")
-
-
-@pytest.mark.parametrize("words", [{"lease": 60}, {"again": True}, {"queue_name": "slow"}])
-def test_a_function_and_words_are_neither_a_name_nor_a_task(words: dict[str, Any]) -> None:
-    def named(number: int) -> str:
-        return str(number)
-
-    with pytest.raises(TypeError, match=r"write unique_task\(lambda \.\.\.: .*named\(\.\.\.\), "):
-        unique_task(named, **words)
 
 
 def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:

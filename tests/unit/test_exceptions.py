@@ -78,7 +78,7 @@ def test_every_error_is_tried_here() -> None:
 @pytest.mark.parametrize(
     "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
 )
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_an_error_survives_pickle_as_it_is(error: Exception, protocol: int) -> None:
     restored = pickle.loads(pickle.dumps(error, protocol))
 

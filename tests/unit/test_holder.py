@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from django_distlock.ground.holder import Holder
@@ -46,11 +43,3 @@ async def test_asyncio_task_is_told_by_name() -> None:
 
 def test_no_task_is_no_text() -> None:
     assert not current_task()
-
-
-def test_celery_is_not_imported_to_ask_it() -> None:
-    code = (
-        "import sys; from django_distlock.ground.holder import Holder; Holder.current();"
-        "assert 'celery' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

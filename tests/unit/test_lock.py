@@ -116,31 +116,27 @@ def test_what_stands_behind_the_name_is_a_keyword(make: Any) -> None:
         make("a", "b")
 
 
-def test_lock_all_takes_names_and_no_list_of_them() -> None:
-    names: Any = ["a", "b"]
-
-    with pytest.raises(TypeError, match=r"write lock_all\(\*names\)"):
-        lock_all(names)
-
-
-def test_lock_all_has_one_timeout_for_locks_too(memory: LocMemBackend) -> None:
-    with pytest.raises(ValueError, match=r"give it timeout=..., and the lock 'b' none"):
-        lock_all("a", lock("b", timeout=5))
-
-
-def test_lock_all_refuses_arguments_that_no_name_is_there_for() -> None:
-    with pytest.raises(TypeError, match=r"has only locks, .* write lock\(\.\.\., ttl=\.\.\.\)"):
-        lock_all(lock("a"), lock("b"), timeout=5, ttl=30)
-
-
 @pytest.mark.parametrize(
-    "again", [lock("a", shared=True), lock("a", ttl=5), lock("a", purpose="b")]
+    ("locks", "terms", "error", "problem"),
+    [
+        ([["a", "b"]], {}, TypeError, r"write lock_all\(\*names\)"),
+        (["a", lock("b", timeout=5)], {}, ValueError, "give it timeout=..., and the lock 'b' none"),
+        (
+            [lock("a"), lock("b")],
+            {"timeout": 5, "ttl": 30},
+            TypeError,
+            r"has only locks, .* write lock\(\.\.\., ttl=\.\.\.\)",
+        ),
+        (["a", "b", lock("a", shared=True)], {}, ValueError, "the lock 'a' twice, with different"),
+        (["a", "b", lock("a", ttl=5)], {}, ValueError, "the lock 'a' twice, with different"),
+        ([lock("c", limit=2), lock("c", limit=3)], {}, ValueError, "twice"),
+    ],
 )
-def test_lock_all_refuses_one_lock_on_two_terms(again: Lock) -> None:
-    with pytest.raises(ValueError, match="got the lock 'a' twice, with different arguments"):
-        lock_all("a", "b", again)
-    with pytest.raises(ValueError, match="twice"):
-        lock_all(lock("c", limit=2), lock("c", limit=3))
+def test_what_cannot_be_locked_together_is_refused(
+    locks: list[Any], terms: dict[str, Any], error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        lock_all(*locks, **terms)
 
 
 def test_one_lock_on_the_same_terms_is_locked_once(memory: LocMemBackend) -> None:

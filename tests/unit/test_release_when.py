@@ -114,13 +114,6 @@ def test_it_is_kept_until_the_commit(way: Callable[[], None]) -> None:
     assert is_free()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_without_a_transaction_it_is_free_at_once(way: Callable[[], None]) -> None:
-    way()
-
-    assert is_free()
-
-
 def fail() -> None:
     raise ZeroDivisionError
 
