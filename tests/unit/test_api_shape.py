@@ -32,9 +32,9 @@ from testproject import directory
 from tests.fixtures.pages import DOCS
 
 
-@pytest.mark.parametrize("name", django_distlock.__all__)
-def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
-    assert inspect.getdoc(getattr(django_distlock, name))
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    names = django_distlock.__all__
+    assert [name for name in names if not inspect.getdoc(getattr(django_distlock, name))] == []
 
 
 @pytest.mark.parametrize(

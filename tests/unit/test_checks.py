@@ -32,6 +32,8 @@ from django_distlock.handler import EXTRAS
 from django_distlock.management.commands import migrate_locked
 from tests.fixtures import tenancy
 
+from .test_preload import PROJECT
+
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
 REDIS = "django_distlock.backends.redis.RedisBackend"
@@ -192,43 +194,22 @@ WITHOUT = """
 import json, sys
 sys.modules.update(dict.fromkeys(["redis", "kazoo", "pymemcache", "psycopg", "psycopg2", "MySQLdb"]))
 from django.conf import settings
-settings.configure(INSTALLED_APPS=["django_distlock"], **json.loads(sys.argv[1]))
+settings.configure(**json.loads(sys.argv[1]))
 import django
 django.setup()
 from django.core.checks import run_checks
 print(json.dumps([[each.id, each.msg] for each in run_checks(tags=["distlock"])]))
 """
 DJANGO_CACHES = "django.core.cache.backends"
-PROJECT: dict[str, Any] = {
-    "DATABASES": {
-        "default": {"ENGINE": "django.db.backends.sqlite3"},
-        "pg": {"ENGINE": "django.db.backends.postgresql"},
-        "my": {"ENGINE": "django.db.backends.mysql"},
-    },
-    "CACHES": {
-        "default": {"BACKEND": f"{DJANGO_CACHES}.locmem.LocMemCache"},
-        "redis": {"BACKEND": f"{DJANGO_CACHES}.redis.RedisCache", "LOCATION": "redis://x"},
-        "memcached": {"BACKEND": f"{DJANGO_CACHES}.memcached.PyMemcacheCache", "LOCATION": "x:1"},
-    },
-    "DISTLOCK": {
-        "default": {"BACKEND": LOCMEM},
-        "redis": {"BACKEND": REDIS},
-        "redlock": {"BACKEND": REDLOCK},
-        "zoo": {"BACKEND": ZOOKEEPER},
-        "redis cache": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis"}},
-        "memcached": {"BACKEND": CACHE, "OPTIONS": {"cache": "memcached"}},
-        "rows": {"BACKEND": ROWLOCK, "OPTIONS": {"using": "pg"}},
-        "leases": {"OPTIONS": {"using": "my"}},
-    },
-}
+#: The driver that an alias of PROJECT needs.
 NEEDED = {
+    "rows": "psycopg2",
+    "names": "MySQLdb",
     "redis": "redis",
     "redlock": "redis",
-    "zoo": "kazoo",
-    "redis cache": "redis",
     "memcached": "pymemcache",
-    "rows": "psycopg2",
-    "leases": "MySQLdb",
+    "redis cache": "redis",
+    "zookeeper": "kazoo",
 }
 
 

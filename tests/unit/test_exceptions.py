@@ -54,6 +54,9 @@ ERRORS = [
     SnapshotBeforeLock("a", "default"),
     InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
 ]
+EACH = pytest.mark.parametrize(
+    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
+)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +78,7 @@ def test_every_error_is_tried_here() -> None:
     assert {type(error) for error in ERRORS} == errors
 
 
-@pytest.mark.parametrize(
-    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
-)
+@EACH
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_an_error_survives_pickle_as_it_is(error: Exception, protocol: int) -> None:
     restored = pickle.loads(pickle.dumps(error, protocol))
@@ -88,9 +89,7 @@ def test_an_error_survives_pickle_as_it_is(error: Exception, protocol: int) -> N
     assert vars(restored) == vars(error)
 
 
-@pytest.mark.parametrize(
-    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
-)
+@EACH
 def test_an_error_survives_copy_with_its_notes(error: Exception) -> None:
     noted = copy.copy(error)
     noted.add_note("django_distlock: the lock was lost")
@@ -102,9 +101,7 @@ def test_an_error_survives_copy_with_its_notes(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
-@pytest.mark.parametrize(
-    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
-)
+@EACH
 def test_an_error_survives_the_result_backends_of_celery(error: Exception, serializer: str) -> None:
     base = pytest.importorskip("celery.backends.base")
     app = pytest.importorskip("celery").Celery(set_as_current=False)

@@ -118,30 +118,15 @@ def test_lost_is_final_even_if_the_clock_went_back(
     assert lease.state is State.LOST
 
 
-def test_it_is_in_jeopardy_when_its_renewal_is_late(
-    memory: LocMemBackend, put_forward: PutForward
-) -> None:
-    lease, calm = _taken(ttl=100, renew=True), _taken("b", ttl=100, renew=False)
-    lease.due = math.inf
-
-    put_forward(40)
-    assert not lease.in_jeopardy
-    put_forward(60)
-    assert lease.held
-    assert lease.in_jeopardy
-    assert not calm.in_jeopardy
-    put_forward(100)
-    assert not lease.in_jeopardy
-
-
 def test_it_is_in_no_jeopardy_because_its_max_hold_ends(
     memory: LocMemBackend, put_forward: PutForward
 ) -> None:
-    lease = _taken(ttl=100, max_hold=150, renew=True)
+    lease, calm = _taken(ttl=100, max_hold=150, renew=True), _taken("b", ttl=100, renew=False)
     lease.due = math.inf
 
     put_forward(80)
     assert lease.in_jeopardy
+    assert not calm.in_jeopardy
     lease.extend()
     for seconds in (80, 110, 140):
         put_forward(seconds)
@@ -269,23 +254,19 @@ def test_max_hold_cuts_extensions_short(memory: LocMemBackend, put_forward: PutF
         lease.extend()
 
 
-def test_once_released_it_cannot_be_entered(memory: LocMemBackend) -> None:
-    lease = _taken()
-    lease.release()
+@pytest.mark.parametrize("error", [LockNotHeld, LockLost])
+def test_once_released_or_expired_it_cannot_be_entered(
+    memory: LocMemBackend, put_forward: PutForward, error: type[Exception]
+) -> None:
+    lease = _taken(ttl=100)
+    if error is LockNotHeld:
+        lease.release()
+    else:
+        put_forward(100)
 
-    with pytest.raises(LockNotHeld), lease:
+    with pytest.raises(error), lease:
         pytest.fail("the body ran")
-    with pytest.raises(LockNotHeld):
-        asyncio.run(_enter(lease))
-
-
-def test_once_expired_it_cannot_be_entered(memory: LocMemBackend) -> None:
-    lease = _taken(ttl=0.05, renew=False)
-    eventually(lambda: not lease.held, 5)
-
-    with pytest.raises(LockLost), lease:
-        pytest.fail("the body ran")
-    with pytest.raises(LockLost):
+    with pytest.raises(error):
         asyncio.run(_enter(lease))
 
 

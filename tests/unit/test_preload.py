@@ -27,6 +27,10 @@ PROJECT: dict[str, Any] = {
             "BACKEND": "django.core.cache.backends.memcached.PyMemcacheCache",
             "LOCATION": "127.0.0.1:1",
         },
+        "redis": {
+            "BACKEND": "django.core.cache.backends.redis.RedisCache",
+            "LOCATION": "redis://127.0.0.1:1",
+        },
     },
     "DISTLOCK": {
         "default": {},
@@ -41,6 +45,7 @@ PROJECT: dict[str, Any] = {
             "OPTIONS": {"servers": [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]},
         },
         "memcached": {"BACKEND": f"{BACKENDS}.cache.CacheBackend"},
+        "redis cache": {"BACKEND": f"{BACKENDS}.cache.CacheBackend", "OPTIONS": {"cache": "redis"}},
         "zookeeper": {
             "BACKEND": f"{BACKENDS}.zookeeper.ZooKeeperBackend",
             "OPTIONS": {"hosts": "127.0.0.1:1"},

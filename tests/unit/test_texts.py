@@ -49,9 +49,6 @@ HOSTILE = "x\nCRITICAL \x1b[2J\u202e\u2066\u200f\u061c\u2028\ud800" * 500
 TOO_LONG = "x" * (LONGEST_NAME + 1)
 
 
-# Every call of a logger in the package.
-
-
 # What it does.
 
 
