@@ -258,7 +258,7 @@ class Tests(Transactions, Locks, TestCase):
         assert is_free("x")
 
 
-class TransactionTests(Transactions, Locks, TransactionTestCase):
+class TransactionTests(Transactions, TransactionTestCase):
     def test_release_on_commit(self):
         with transaction.atomic():
             with lock("x", release="on_commit"):
@@ -428,19 +428,17 @@ def kept(backend: str = DEFAULT_BACKEND, **options: Any) -> dict[str, Any]:
     return {"BACKEND": backend, "OPTIONS": options, "TEST": {"BACKEND": None}}
 
 
-@pytest.mark.parametrize("runner", ["django", "pytest"])
-def test_sqlite_in_memory(run: Callable[..., str], runner: str) -> None:
-    run(runner, IN_MEMORY, leases=kept())
+def test_sqlite_in_memory(run: Callable[..., str]) -> None:
+    run("django", IN_MEMORY, leases=kept())
 
 
-@pytest.mark.parametrize("runner", ["django-parallel", "pytest-xdist"])
-def test_sqlite_in_a_file(run: Callable[..., str], runner: str, tmp_path: Path) -> None:
+def test_sqlite_in_a_file(run: Callable[..., str], tmp_path: Path) -> None:
     alias = {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": str(tmp_path / "shop.sqlite3"),
         "TEST": {"NAME": str(tmp_path / "test.sqlite3")},
     }
-    run(runner, {"default": alias}, leases=kept())
+    run("pytest-xdist", {"default": alias}, leases=kept())
 
     assert not list(tmp_path.glob("*.sqlite3*"))
 
@@ -461,17 +459,15 @@ def test_postgresql(run: Callable[..., str], runner: str, postgres: PostgreSQL) 
         assert left.fetchall() == []
 
 
-# Django clones its databases by mysqldump, which is not here.
-@pytest.mark.parametrize("runner", ["django"])
-def test_mariadb(run: Callable[..., str], runner: str, mariadb: MariaDB) -> None:
-    run(runner, server("mysql", mariadb.port, "admin"), leases=kept(), rows=kept(ROWS))
+def test_mariadb(run: Callable[..., str], mariadb: MariaDB) -> None:
+    # Not parallel: Django clones its databases by mysqldump, which is not here.
+    run("django", server("mysql", mariadb.port, "admin"), leases=kept(), rows=kept(ROWS))
 
     with mariadb.admin() as connection, connection.cursor() as cursor:
         assert cursor.execute("SHOW DATABASES LIKE 'test%'") == 0
 
 
-@pytest.mark.parametrize("runner", ["pytest-xdist"])
-def test_redis(run: Callable[..., str], runner: str, redis: Redis) -> None:
+def test_redis(run: Callable[..., str], redis: Redis) -> None:
     location = {"location": f"redis://127.0.0.1:{redis.port}/3"}
     alias = kept("django_distlock.backends.redis.RedisBackend", **location)
-    run(runner, IN_MEMORY, redis=alias | {"KEY_PREFIX": runner})
+    run("pytest-xdist", IN_MEMORY, redis=alias | {"KEY_PREFIX": "xdist"})
