@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import re
 import threading
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 #: Each purge of these tests sees only the locks of its own prefix.
 ALIAS = "purge"
 GRACE = DAY.total_seconds()
-#: Rounds of the races; the torture is run with ten thousand.
-ROUNDS = int(os.environ.get("DISTLOCK_RACE_ROUNDS", "150"))
+#: Rounds of the races.
+ROUNDS = 60
 
 
 @pytest.fixture

@@ -315,7 +315,7 @@ def test_a_killed_supervisor_takes_the_command_along(start: Start) -> None:
 
 
 def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name: str) -> None:
-    child = start(f"trap 'echo told; exit 0' TERM; {TICK}", grace=20, **{"max-hold": 24})
+    child = start(f"trap 'echo told; exit 0' TERM; {TICK}", grace=20, **{"max-hold": 22})
     pid = pid_of_command(child)
 
     assert child.wait() == LOST

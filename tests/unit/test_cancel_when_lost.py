@@ -67,43 +67,10 @@ async def test_a_group_of_tasks_with_nothing_but_the_loss_is_the_loss(names: lis
         assert isinstance(caught.value.__cause__, BaseExceptionGroup)
 
 
-async def test_the_body_is_cancelled_and_lock_lost_comes_out() -> None:
-    ended = []
-
-    async def work() -> None:
-        async with lock("a", cancel_when_lost=True):
-            try:
-                await for_ever()
-            except asyncio.CancelledError:
-                ended.append("cancelled")
-                raise
-
-    working = asyncio.create_task(work())
-    await aeventually(lock("a").locked)
-    await lose()
-
-    with pytest.raises(LockLost) as caught:
-        await working
-    assert ended == ["cancelled"]
-    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-    assert not getattr(caught.value, "__notes__", [])
-
-
-async def test_a_body_that_others_cancel_stays_cancelled() -> None:
-    async def work() -> None:
-        async with lock("a", cancel_when_lost=True):
-            await for_ever()
-
-    working = asyncio.create_task(work())
-    await aeventually(lock("a").locked)
-    working.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await working
-    assert not lock("a").locked()
-
-
-async def test_also_if_the_lease_is_lost_at_the_same_time() -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_body_that_others_cancel_stays_cancelled_even_if_its_lease_is_lost_too(
+    is_lost: bool,
+) -> None:
     async def work() -> None:
         async with lock("a", cancel_when_lost=True) as lease:
             leases.append(lease)
@@ -112,11 +79,13 @@ async def test_also_if_the_lease_is_lost_at_the_same_time() -> None:
     leases: list[Lease] = []
     working = asyncio.create_task(work())
     await aeventually(lambda: leases)
-    leases[0].end(State.LOST, "somebody says so")
+    if is_lost:
+        leases[0].end(State.LOST, "somebody says so")
     working.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await working
+    assert is_lost or not lock("a").locked()
 
 
 async def test_a_body_that_goes_on_after_it_was_cancelled_is_told_at_its_end() -> None:

@@ -162,15 +162,6 @@ def test_lock_all_without_a_timeout_waits_as_long_as_the_shortest_of_the_aliases
         assert caught.value.waited < 10
 
 
-def test_leaving_a_with_twice_is_an_error(memory: LocMemBackend) -> None:
-    mine = lock("a")
-    with mine:
-        pass
-
-    with pytest.raises(LockNotHeld):
-        mine.__exit__(None, None, None)
-
-
 def test_the_current_lease_is_the_one_taken_last(memory: LocMemBackend) -> None:
     assert current_lease() is None
     with lock("a") as first, lock("b") as second:
