@@ -204,14 +204,10 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
     ("word", "advice"),
     [
         ("expire", "use ttl"),
-        ("blocking_timeout", "use timeout"),
         ("blocking", "use timeout=0 to try once"),
-        ("auto_renewal", "use renew"),
         ("on_commit", 'use release="on_commit"'),
-        ("xact", "use transaction_lock()"),
         ("id", "leave it out: every lease has a secret owner"),
         ("timout", "use timeout"),
-        ("side_effect", "use on_busy of distributed_lock()"),
         (
             "colour",
             "it takes cancel_when_lost, free_on_error, limit, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
@@ -235,7 +231,6 @@ def test_a_word_that_lock_does_not_have_is_refused_with_the_right_one(
     [
         ("expire", "use ttl of lock()"),
         ("ttl", "use ttl of lock()"),
-        ("shared", "use shared of lock()"),
         ("blocking_timeout", "use timeout"),
         ("token", "leave it out: every lease has a secret owner"),
         ("colour", "it takes blocking, timeout"),
