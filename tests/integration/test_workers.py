@@ -56,11 +56,6 @@ class Combination:
         """The servers that it needs."""
         return self.profile.fixtures
 
-    @property
-    def is_cooperative(self) -> bool:
-        """Whether requests of a worker process share one thread: greenlets or tasks; uvloop has tests of its own."""
-        return self.kind in {"gunicorn-gevent", "uwsgi-gevent", "uvicorn"}
-
 
 def combinations(*pairs: tuple[str, str]) -> list[Any]:
     return [
@@ -73,9 +68,6 @@ ALL = combinations(
     ("gunicorn-sync", "sqlite"),
     ("gunicorn-gthread", "memcached-pylibmc"),
     ("gunicorn-gevent", "redis"),
-    ("gunicorn-gevent", "postgres-advisory"),
-    ("gunicorn-gevent", "zookeeper"),
-    ("gunicorn-gevent", "etcd"),
     ("uvicorn", "postgres-rowlock"),
     ("uvicorn-uvloop", "redis"),
     ("uvicorn-uvloop", "postgres"),
@@ -87,7 +79,6 @@ ALL = combinations(
     ("waitress", "redis"),
     ("daphne", "redis"),
     ("uwsgi-threads", "postgres"),
-    ("uwsgi-gevent", "redis"),
 )
 
 StartSite = Callable[..., Site]
@@ -134,11 +125,6 @@ def over(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("combination", combinations(*pairs), scope="module")
 
 
-over_cooperative = pytest.mark.parametrize(
-    "combination", [each for each in ALL if each.values[0].is_cooperative], scope="module"
-)
-
-
 def ttl_of(combination: Combination) -> float:
     return 2.0 if "whole_seconds" in combination.profile.traits else TTL
 
@@ -182,7 +168,15 @@ def test_all_workers_renew_their_leases_exclude_each_other_and_lose_no_update(
     assert (audit(account.pk).made, audit(account.pk).lost) == (CHARGES, 0)
 
 
-@over_cooperative
+# Requests of a worker process share one thread: greenlets or tasks. Those of uvloop are below.
+@over(
+    ("gunicorn-gevent", "redis"),
+    ("gunicorn-gevent", "postgres-advisory"),
+    ("gunicorn-gevent", "zookeeper"),
+    ("gunicorn-gevent", "etcd"),
+    ("uvicorn", "postgres-rowlock"),
+    ("uwsgi-gevent", "redis"),
+)
 def test_a_wait_keeps_a_worker_from_nothing(
     start_site: StartSite, name: str, combination: Combination
 ) -> None:

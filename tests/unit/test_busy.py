@@ -132,12 +132,13 @@ def test_respond_answers_with_a_status_and_when_to_try_again(busy: str) -> None:
     assert response["Content-Type"] == "text/plain; charset=utf-8"
 
 
-def test_respond_answers_in_json_whom_asks_for_it(busy: str) -> None:
+@pytest.mark.parametrize("accept", ["application/json", "application/problem+json"])
+def test_respond_answers_in_json_whom_asks_for_it(busy: str, accept: str) -> None:
     @distributed_lock(busy, timeout=0, on_busy=respond(423))
     def view(request: HttpRequest) -> HttpResponse:
         pytest.fail("held by another thread")
 
-    response = view(RequestFactory().get("/", headers={"accept": "application/json"}))
+    response = view(RequestFactory().get("/", headers={"accept": accept}))
 
     assert response.status_code == 423
     assert response["Content-Type"] == "application/problem+json"
