@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import uuid
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.backends.conftest import database, server_database
 from tests.fixtures.celery_worker import starting
+from tests.fixtures.workers import Site
 
 from .staff import client_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from django.test import Client
 
@@ -62,6 +64,20 @@ def worker(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     modules = (f"{__package__}.{each}_tasks" for each in ("celery", "unique", "debounced"))
     with starting(tmp_path_factory.mktemp("celery")) as start:
         yield start(include=",".join(["testproject.tasks", *modules]))[0]
+
+
+@pytest.fixture(scope="module")
+def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Site]]:
+    """Starts a Site in a folder of its own, and returns it once it answers."""
+    with ExitStack() as stack:
+
+        def start(kind: str, alias: dict[str, Any], **more: Any) -> Site:
+            site = Site(kind, alias, tmp_path_factory.mktemp("site"), **more)
+            stack.callback(site.close)
+            site.wait_until_ready()
+            return site
+
+        yield start
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from tests.fixtures.workers import Site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 BY_NAME = {profile.name: profile for profile in PROFILES}
 WORKERS, REQUESTS = 3, 60
@@ -28,11 +27,9 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def start_site(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Site]]:
+    request: pytest.FixtureRequest, open_site: Callable[..., Site]
+) -> Callable[..., Site]:
     """Start a site over a database and locks."""
-    folder: Path = tmp_path_factory.mktemp("atomic")
-    started: list[Site] = []
 
     def start(place: tuple[str, str], **environment: str) -> Site:
         database, locks = place
@@ -40,14 +37,9 @@ def start_site(
             request.getfixturevalue(fixture)
         environment |= {"DISTLOCK_ATOMIC_DATABASE": database}
         alias = BY_NAME[locks].settings
-        site = Site("gunicorn-sync", alias, folder, workers=WORKERS, **environment)
-        started.append(site)
-        site.wait_until_ready()
-        return site
+        return open_site("gunicorn-sync", alias, workers=WORKERS, **environment)
 
-    yield start
-    for site in started:
-        site.close()
+    return start
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import uuid
 from collections.abc import Callable
@@ -236,33 +237,26 @@ REDIS, TABLE = "DyingRedisCache", "DyingDatabaseCache"
 
 
 @pytest.fixture(scope="module")
-def start_site(
-    postgres: object, redis: object, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartSite]:
-    """Start a site over PostgreSQL, with locks in Redis, and answers in this kind of cache."""
-    started: dict[tuple[str, str], Site] = {}
+def start_site(postgres: object, redis: object, open_site: StartSite) -> Iterator[StartSite]:
+    """Start a site over PostgreSQL, with locks in Redis, and answers in this kind of cache, once for each."""
 
+    @functools.cache
     def start(kind: str, server: str = "gunicorn-sync") -> Site:
-        if (kind, server) not in started:
-            location = CACHES["redis_cache"]["LOCATION"] if kind == REDIS else "kept_answers"
-            cache = {"BACKEND": f"{SITE}.{kind}", "LOCATION": location}
-            started[kind, server] = Site(
-                server,
-                {**DISTLOCK["redis"], "TTL": TTL},
-                tmp_path_factory.mktemp("idempotent"),
-                workers=WORKERS if server == "gunicorn-sync" else 1,
-                DISTLOCK_ATOMIC_DATABASE="postgres",
-                DISTLOCK_WORKERS_URLS=SITE,
-                DISTLOCK_WORKERS_ANSWERS=json.dumps(cache),
-            )
-            started[kind, server].wait_until_ready()
-        return started[kind, server]
+        location = CACHES["redis_cache"]["LOCATION"] if kind == REDIS else "kept_answers"
+        return open_site(
+            server,
+            {**DISTLOCK["redis"], "TTL": TTL},
+            workers=WORKERS if server == "gunicorn-sync" else 1,
+            DISTLOCK_ATOMIC_DATABASE="postgres",
+            DISTLOCK_WORKERS_URLS=SITE,
+            DISTLOCK_WORKERS_ANSWERS=json.dumps(
+                {"BACKEND": f"{SITE}.{kind}", "LOCATION": location}
+            ),
+        )
 
     with connections["postgres"].cursor() as cursor:
         cursor.execute(CREATE)
     yield start
-    for site in started.values():
-        site.close()
     with connections["postgres"].cursor() as cursor:
         cursor.execute("DROP TABLE kept_answers")
 

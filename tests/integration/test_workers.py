@@ -24,8 +24,6 @@ from tests.fixtures.workers import Answer, Site
 from tests.integration import worker_tasks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pytest_django.fixtures import Settings
 
     from tests.fixtures.celery_worker import StartWorkers
@@ -85,25 +83,16 @@ StartSite = Callable[..., Site]
 
 
 @pytest.fixture(scope="module")
-def start_site(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartSite]:
+def start_site(request: pytest.FixtureRequest, open_site: StartSite) -> StartSite:
     """Start a site of a combination, and return once it answers."""
-    folder: Path = tmp_path_factory.mktemp("workers")
-    started: list[Site] = []
 
     def start(combination: Combination, *, workers: int = 2, **environment: str) -> Site:
         for fixture in combination.fixtures:
             request.getfixturevalue(fixture)
-        settings = combination.profile.settings
-        site = Site(combination.kind, settings, folder, workers=workers, **environment)
-        started.append(site)
-        site.wait_until_ready()
-        return site
+        alias = combination.profile.settings
+        return open_site(combination.kind, alias, workers=workers, **environment)
 
-    yield start
-    for site in started:
-        site.close()
+    return start
 
 
 @pytest.fixture(scope="module")
