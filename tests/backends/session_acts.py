@@ -21,7 +21,7 @@ from tests.contract import acts
 from tests.fixtures.child import hear_word, say
 
 #: As in the contract.
-hold, wake_up_late = acts.hold, acts.wake_up_late
+hold = acts.hold
 #: How many wait at once, where many do.
 WAITERS = 100
 

@@ -35,7 +35,7 @@ from .memcached_tools import DRIVERS, alias, another, backend, configure, rival
 if TYPE_CHECKING:
     from pytest_django import Settings
 
-    from tests.fixtures.processes import Child, Spawn
+    from tests.fixtures.processes import Spawn
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
@@ -200,19 +200,6 @@ def _server_ttl(server: Memcached, key: str) -> int:
 # Holding on, and losing.
 
 
-def test_a_lease_is_renewed_for_as_long_as_it_is_held(both: tuple[str, ...], name: str) -> None:
-    one = f"{name}:{both[0]}", f"{name}:{both[1]}"
-    others = [rival(each, using) for each, using in zip(one, both, strict=True)]
-
-    with lock(one[0], using=both[0], ttl=4) as first, lock(one[1], using=both[1], ttl=4) as second:
-        # Without a renewal the server would keep them for five seconds at most.
-        never(lambda: any(other.tries() for other in others), 5.2)
-        first.check()
-        second.check()
-
-    assert all(other.tries() for other in others)
-
-
 def test_a_flush_is_told_at_the_next_renewal(
     server: Memcached, settings: Settings, name: str
 ) -> None:
@@ -262,33 +249,6 @@ def _fill(server: Memcached, size: int, number: int) -> int:
     sets = "".join(f"set fill{n} 0 60 {size} noreply\r\n{'x' * size}\r\n" for n in ours)
     server.tell(f"{sets}get x\r\n".encode())
     return len(ours)
-
-
-def test_a_killed_or_frozen_holder_loses_the_lock_after_its_ttl_and_frees_nobody(
-    both: tuple[str, ...], name: str, spawn: Spawn, settings: Settings
-) -> None:
-    def child(act: str, using: str) -> Child:
-        aliases = {using: settings.DISTLOCK[using]}
-        terms = {"name": f"{name}:{act}", "using": using, "ttl": 2}
-        return spawn(f"tests.contract.acts:{act}", aliases=aliases, **terms)
-
-    killed, frozen = child("hold", both[0]), child("wake_up_late", both[1])
-    began = killed.expect("held")["began"]
-    frozen.expect("held")
-    after_death, after_frost = (rival(f"{name}:{act}", both[0]) for act in ("hold", "wake_up_late"))
-
-    killed.kill()
-    frozen.stop()
-
-    after_death.takes(within=6)
-    assert time.monotonic() - began >= 2
-    after_frost.takes(within=6)
-    frozen.tell("go on")
-    frozen.cont()
-    said = frozen.result()
-    assert said["check"] == "LockLost"
-    assert said["release"] in {"LockNotOwned", "LockLost"}
-    assert after_frost.holds
 
 
 # Compare and delete, compare and extend.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -332,17 +331,6 @@ def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> No
 # Processes.
 
 
-def test_a_killed_holder_is_followed_once_its_session_is_over(act: Start) -> None:
-    holder = act("hold", name="x")
-    holder.expect("held")
-    began = time.monotonic()
-
-    holder.kill()
-
-    with lock("x", using="elsewhere", timeout=20):
-        assert time.monotonic() - began < 9  # it would be 10 by default
-
-
 def test_a_holder_that_ends_well_is_followed_at_once(side: Side, act: Start) -> None:
     side.configure(session_timeout=50.0)
     holder = act("end_inside", name="x")
@@ -388,22 +376,6 @@ def test_a_process_whose_server_hangs_ends_all_the_same(
 
     # A client's own end would wait for as long as the session.
     assert holder.wait(20) == 0
-
-
-def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -> None:
-    frozen = act("wake_up_late", name="x")
-    frozen.expect("held")
-    frozen.stop()
-
-    with lock("x", using="elsewhere", timeout=20) as lease:
-        # It finds this word, not the time, when it goes on.
-        frozen.tell("go on")
-        frozen.cont()
-
-        check, release = frozen.result().values()
-        assert check == "LockLost"
-        assert release in {"LockLost", "LockNotOwned"}
-        lease.check()
 
 
 # Places.

@@ -133,23 +133,6 @@ def _take(name: str, using: str = "locks", timeout: float = 60) -> float:
         return time.monotonic()
 
 
-def test_a_frozen_holder_is_superseded_by_the_server_and_learns_it_first_thing(
-    act: Start, name: str
-) -> None:
-    frozen = act("wake_up_late", name=name, using="locks", ttl=1)
-    frozen.expect("held")
-    began = time.monotonic()
-    frozen.stop()
-
-    with lock(name, using="locks", timeout=10) as lease:
-        assert time.monotonic() - began < 8
-        frozen.tell("go on")
-        frozen.cont()
-
-        assert frozen.result() == {"check": "LockLost", "release": "LockLost"}
-        lease.check()
-
-
 def test_a_holder_that_is_not_frozen_outlives_its_ttl(name: str, kind: tuple[str, str]) -> None:
     other = rival(name)
     with lock(name, using="locks", ttl=3) as lease:
@@ -479,16 +462,6 @@ def test_a_task_that_was_cancelled_while_it_waited_keeps_no_process(
         pass
 
 
-def test_the_token_rises_over_holders_that_crash(act: Start, name: str) -> None:
-    tokens = []
-    for _ in range(3):
-        holder = act("hold", name=name, using="locks", timeout=10)
-        tokens.append(holder.expect("held")["token"])
-        holder.kill()
-
-    assert tokens == sorted(set(tokens))
-
-
 @contextmanager
 def impatient_operator(request: pytest.FixtureRequest, database: str) -> Iterator[None]:
     """Have limits for everybody that are shorter than any body."""
@@ -703,26 +676,6 @@ def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
 
 #: Seconds of a wait for 2.5 after which the time left for the token matters most.
 GRANTED_AFTER = {"advisory": 2.3, "rowlock": 1.5}
-
-
-def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
-    act: Start, database: str, name: str
-) -> None:
-    holder = act("hold", name=name, using="locks", purpose="nightly")
-    token = holder.expect("held")["token"]
-    [held] = [each for each in backend().held() if each.name == name]
-
-    assert held.holder is not None
-    assert (held.holder.pid, held.holder.purpose) == (holder.pid, "nightly")
-    assert held.token == token
-    # Not even if it was somebody else's when it was shown.
-    assert not backend().end_holding(held.key, "0" * 16)
-    assert replace(held, age=None) in [replace(each, age=None) for each in backend().held()]
-    assert backend().force_release(held.key, held.owner_digest)
-    statement = "SELECT value FROM django_distlock_fencingcounter WHERE method_name = %s"
-    assert ask(database, statement, held.key) == [(token + 1,)]
-    with lock(name, using="locks", timeout=5) as lease:
-        assert lease.checked_token() > token
 
 
 def test_a_list_parses_no_records_of_free_locks(

@@ -74,8 +74,8 @@ def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) 
     """The alias under test. Afterwards nothing may be left that this process holds or waits for."""
     for fixture in profile.fixtures:
         request.getfixturevalue(fixture)
-    least = 2 if "whole_seconds" in profile.traits else 0
-    brief = {"TTL": max(5 * profile.tick, least), "TIMEOUT": 3 * profile.tick}
+    ttl = max(5 * profile.tick, profile.shortest_ttl)
+    brief = {"TTL": ttl, "TIMEOUT": 3 * profile.tick}
     settings.DISTLOCK = {
         ALIAS: profile.settings,
         "brief": {**profile.settings, **brief},

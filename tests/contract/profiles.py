@@ -89,6 +89,11 @@ class Profile:
         """Whether who is refused is told for how long still."""
         return "leased" in self.traits and "hides_end" not in self.traits
 
+    @property
+    def shortest_ttl(self) -> float:
+        """The shortest ttl that it takes and the tests can wait for, in seconds."""
+        return 2.0 if "whole_seconds" in self.traits else self.tick
+
 
 def needs(*traits: str) -> pytest.MarkDecorator:
     """Run a test over the profiles that declare all of *traits*: for functions, classes and modules, not parameters."""

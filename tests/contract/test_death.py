@@ -23,7 +23,7 @@ from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
 from .crew import elsewhere, start, take_and_release
-from .profiles import lacks, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 Children = Callable[..., Child]
@@ -32,12 +32,11 @@ Rivals = Callable[..., Rival]
 LOOKS = 0.3
 
 
-@lacks("whole_seconds")
 @needs("cross_process", "leased")
 def test_the_lock_of_a_killed_process_comes_free_with_its_ttl_and_never_before(
-    child: Children, using: str, name: str, rival: Rivals, tick: float
+    child: Children, using: str, name: str, rival: Rivals, profile: Profile
 ) -> None:
-    ttl, other = 15 * tick, rival()
+    ttl, other = max(15 * profile.tick, profile.shortest_ttl), rival()
     holder = child("hold", name=name, using=using, ttl=ttl)
     began = holder.expect("held")["began"]
 
@@ -53,11 +52,13 @@ def test_the_lock_of_a_killed_process_comes_free_with_its_session(
     child: Children, using: str, name: str, rival: Rivals
 ) -> None:
     holder = child("hold", name=name, using=using)
-    holder.expect("held")
+    token = holder.expect("held")["token"]
 
     holder.kill()
 
-    rival().takes(within=15)
+    other = rival()
+    other.takes(within=15)
+    assert token is None or (other.token or 0) > token
 
 
 @lacks("whole_seconds")
@@ -75,13 +76,13 @@ def test_a_waiter_gets_the_lock_of_a_killed_process(
     assert waiting.result(20)
 
 
-@lacks("variant", "whole_seconds")
-@needs("cross_process", "leased")
+@lacks("variant")
+@needs("cross_process")
 def test_a_frozen_holder_learns_first_thing_that_it_has_lost_the_lock_and_frees_nobody(
-    child: Children, using: str, name: str, rival: Rivals, tick: float
+    child: Children, using: str, name: str, rival: Rivals, profile: Profile
 ) -> None:
-    other = rival()
-    holder = child("wake_up_late", name=name, using=using, ttl=10 * tick)
+    other, ttl = rival(), max(10 * profile.tick, profile.shortest_ttl)
+    holder = child("wake_up_late", name=name, using=using, ttl=ttl)
     holder.expect("held")
     holder.stop()
     other.takes(within=10)

@@ -321,7 +321,7 @@ def test_a_release_in_another_process_wakes_the_waiter(
 
 @needs("leased")
 def test_a_place_comes_free_when_its_lease_ends(take: Taker, profile: Profile, tick: float) -> None:
-    ttl = 2.0 if "whole_seconds" in profile.traits else 3 * tick
+    ttl = max(3 * tick, profile.shortest_ttl)
     leases = take.all(ttl=ttl, renew=False, timeout=20)  # one may end before its grant arrives
 
     got = elsewhere(lambda: take(timeout=20))

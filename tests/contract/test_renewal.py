@@ -20,7 +20,6 @@ pytestmark = needs("leased")
 
 
 @pytest.mark.slow
-@lacks("whole_seconds")
 def test_a_held_lock_outlives_its_ttl(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
