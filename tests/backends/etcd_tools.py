@@ -57,6 +57,13 @@ def line(cluster: Cluster, namespace: str, name: str) -> list[str]:
     return list(keys(cluster.running[0], f"{namespace}/{name}/"))
 
 
+def numbers(cluster: Cluster, namespace: str, name: str) -> tuple[list[int], int]:
+    """Return the revisions that made the keys of those who hold *name* or wait for it, and where tokens begin."""
+    member, tokens = cluster.running[0], f"{namespace}/%tokens"
+    found = keys(member, f"{namespace}/{name}/").values()
+    return [int(kv["create_revision"]) for kv in found], int(keys(member, tokens)[tokens]["value"])
+
+
 def nodes(alias: str = "locks") -> list[Key]:
     """Return the keys of this process in all lines."""
     return list(backend(alias)._verbs.nodes.values())
@@ -95,12 +102,6 @@ def log_in(member: EtcdMember, name: str, password: str) -> str:
     """Return a token of etcd."""
     token: str = member.asks("/v3/auth/authenticate", name=name, password=password)["token"]
     return token
-
-
-def said(kv: dict[str, Any]) -> dict[str, Any]:
-    """Return what a key says of its holder."""
-    found: dict[str, Any] = json.loads(kv["value"])
-    return found
 
 
 def delete(cluster: Cluster, node: Key) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from django_distlock import LockBackendError, LockLost, lock, locks
 from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
 from django_distlock.engine.background import background
-from django_distlock.engine.values import Release
 from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
@@ -31,7 +28,6 @@ from .etcd_tools import (
     log_in,
     nodes,
     noted,
-    said,
     watched,
 )
 from .queue_tools import Counter, proxied, rival, set_options, stands, take
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
 pytestmark = pytest.mark.usefixtures("etcd_aliases")
-WAITERS = 50
 
 
 @pytest.fixture
@@ -96,27 +91,6 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
 
 
 # The line.
-
-
-def test_each_waiter_is_rung_by_the_one_before_it_alone() -> None:
-    holder, waiters = rival("x"), [rival("x") for _ in range(WAITERS)]
-    bells = [Counter() for _ in waiters]
-    assert stands(holder)
-    for waiter, bell in zip(waiters, bells, strict=True):
-        assert stands(waiter) is None
-        assert backend()._verbs.may_sleep(waiter, bell)
-    assert len(watched()) == WAITERS + 1  # and its own key
-
-    tokens = []
-    for waiter, bell in zip(waiters, bells, strict=True):
-        assert backend().release(holder) is Release.RELEASED
-        eventually(partial(getattr, bell, "rung"))
-        tokens.append(stands(waiter))
-        holder = waiter
-
-    assert [bell.rung for bell in bells] == [1] * WAITERS
-    assert None not in tokens
-    assert tokens == sorted(set(tokens), key=lambda token: token or 0)
 
 
 def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
@@ -212,23 +186,6 @@ async def test_200_tasks_that_wait_share_the_threads_of_the_backend() -> None:
 # Replies that are lost, and requests that are late.
 
 
-def test_a_key_whose_reply_is_lost_is_found_again(
-    proxy: Proxy, etcd: Cluster, namespace: str
-) -> None:
-    with lock("x", using="locks"):
-        pass
-    proxy.drop_reply()
-
-    with lock("x", using="locks", timeout=0) as lease:
-        lease.check()
-        [(_, found)] = keys(etcd.members[0], f"{namespace}/x/").items()
-        offset = int(keys(etcd.members[0], f"{namespace}/%tokens")[f"{namespace}/%tokens"]["value"])
-
-        assert proxy.connections >= 2
-        assert lease.fencing_token == int(found["create_revision"]) + offset
-    assert line(etcd, namespace, "x") == []
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_however_many_are_given_up_at_once_all_are_deleted(
     etcd: Cluster, namespace: str, settings: Settings, *, is_late: bool
@@ -296,25 +253,6 @@ def test_a_late_deletion_does_not_free_who_has_the_key_now(
 
         lease.extend()
         lease.check()
-
-
-@pytest.mark.parametrize("way", ["hold", "black_hole"])
-def test_a_line_that_is_silent_is_an_error_and_soon(
-    proxy: Proxy, etcd: Cluster, namespace: str, settings: Settings, way: str
-) -> None:
-    set_options(settings, io_timeout=1.0)
-    with lock("x", using="locks"):
-        pass
-    getattr(proxy, way)()
-    began = time.monotonic()
-
-    with pytest.raises(LockBackendError, match="in time"):
-        lock("x", using="locks", timeout=0).acquire()
-
-    assert time.monotonic() - began < 10
-    proxy.pass_through()
-    # The request may arrive all the same: what it made is deleted.
-    eventually(lambda: not backend()._verbs.doomed and not line(etcd, namespace, "x"), 10)
 
 
 def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) -> None:
@@ -547,22 +485,3 @@ def test_a_deletion_that_is_refused_holds_up_no_other_one(
     finally:
         member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
     eventually(lambda: not keys(member, f"{namespace}/x"), 20)
-
-
-def test_where_tokens_begin_is_raised_to_the_clock_by_each_session(
-    etcd: Cluster, namespace: str
-) -> None:
-    path, written = f"{namespace}/%tokens", list[int]()
-    for _ in range(2):
-        began = time.time()
-        with lock("x", using="locks") as lease:
-            token = lease.fencing_token or 0
-            [found] = keys(etcd.members[0], f"{namespace}/x/").values()
-            written.append(int(keys(etcd.members[0], path)[path]["value"]))
-
-        assert token == int(found["create_revision"]) + written[-1]
-        assert said(found)["name"] == "x"
-        assert began - 1 < token / 1_000_000 < time.time() + 1
-        expire(etcd)
-
-    assert written[0] < written[1]

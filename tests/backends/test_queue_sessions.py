@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -16,7 +17,7 @@ from django.core.management import call_command
 
 from django_distlock import LockBackendError, LockLost, lock, locks
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.engine.values import Request
+from django_distlock.engine.values import Release
 from testproject.models import Account
 from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster
@@ -27,7 +28,7 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
 from . import etcd_tools, zookeeper_tools
-from .queue_tools import Counter, held, proxied, rival, stands, take
+from .queue_tools import Counter, held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the servers have freed what they held.
 SESSION = 4.0
+#: How many wait at once, where many do.
+WAITERS = 50
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Side:
     aliases: Callable[..., dict[str, Any]]
     #: The option with the addresses of the servers.
     addresses: str
-    #: Returns how many hold a lock or wait for it.
-    length: Callable[[str], int]
+    #: Returns the server's own numbers of those who hold a lock or wait for it, and where tokens begin.
+    numbers: Callable[[str], tuple[list[int], int]]
     #: Returns what the waiters of an alias wait for.
     watched: Callable[..., set[str]]
     #: Returns what this process has in all lines.
@@ -71,7 +74,7 @@ class Side:
                 settings,
                 partial(zookeeper_tools.aliases, servers, root),
                 "hosts",
-                partial(zookeeper_tools.length, servers, root),
+                partial(zookeeper_tools.numbers, servers, root),
                 zookeeper_tools.watched,
                 zookeeper_tools.nodes,
                 partial(zookeeper_tools.delete, servers),
@@ -83,7 +86,7 @@ class Side:
             settings,
             partial(etcd_tools.aliases, servers, namespace),
             "endpoints",
-            lambda name: len(etcd_tools.line(servers, namespace, name)),
+            partial(etcd_tools.numbers, servers, namespace),
             etcd_tools.watched,
             etcd_tools.nodes,
             partial(etcd_tools.delete, servers),
@@ -93,6 +96,10 @@ class Side:
     def configure(self, **options: Any) -> None:
         """Make the aliases, which have not been used, with these OPTIONS."""
         self.settings.DISTLOCK = self.aliases(**{"session_timeout": SESSION, **options})
+
+    def length(self, name: str) -> int:
+        """Return how many hold the lock *name* or wait for it."""
+        return len(self.numbers(name)[0])
 
 
 @pytest.fixture(params=["zookeeper", "etcd"])
@@ -133,10 +140,31 @@ def line(side: Side) -> Side:
     return side
 
 
-def _told(request: Request, bell: Counter) -> bool:
+def _verbs() -> Any:
     backend = locks["locks"]
     assert isinstance(backend, QueueBackend)
-    return backend._verbs.may_sleep(request, bell)
+    return backend._verbs
+
+
+def test_each_waiter_is_rung_by_the_one_before_it_alone(line: Side) -> None:
+    holder, waiters = rival("x"), [rival("x") for _ in range(WAITERS)]
+    bells = [Counter() for _ in waiters]
+    assert stands(holder)
+    for waiter, bell in zip(waiters, bells, strict=True):
+        assert stands(waiter) is None
+        assert _verbs().may_sleep(waiter, bell)
+    assert WAITERS <= len(line.watched()) <= WAITERS + 1  # etcd's have their own keys watched, too
+
+    tokens = []
+    for waiter, bell in zip(waiters, bells, strict=True):
+        assert locks["locks"].release(holder) is Release.RELEASED
+        eventually(partial(getattr, bell, "rung"))
+        tokens.append(stands(waiter) or 0)
+        holder = waiter
+
+    assert [bell.rung for bell in bells] == [1] * WAITERS
+    assert 0 not in tokens
+    assert tokens == sorted(set(tokens))
 
 
 @pytest.mark.usefixtures("line")
@@ -150,7 +178,7 @@ def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
     assert stands(second)
     for each in (writer, late):
         assert stands(each) is None
-        _told(each, bells[id(each)])
+        _verbs().may_sleep(each, bells[id(each)])
 
     backend.release(first)
     assert stands(writer) is None
@@ -171,7 +199,7 @@ def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
     bells = [Counter() for _ in people]
     for person, bell in zip(people, bells, strict=True):
         stands(person)
-        _told(person, bell)
+        _verbs().may_sleep(person, bell)
 
     locks["locks"].dequeue(people[1])
 
@@ -274,6 +302,22 @@ def test_tokens_rise_while_other_sessions_begin() -> None:
     assert tokens == listed == sorted(set(tokens), key=lambda token: token or 0)
 
 
+def test_where_tokens_begin_is_raised_to_the_clock_by_each_session(line: Side) -> None:
+    written = list[int]()
+    for _ in range(2):
+        began = time.time()
+        with lock("x", using="locks") as lease:
+            token = lease.fencing_token or 0
+            [number], offset = line.numbers("x")
+            written.append(offset)
+
+        assert token == number + offset
+        assert began - 1 < token / 1_000_000 < time.time() + 1
+        locks.close()
+
+    assert written[0] < written[1]
+
+
 def test_a_waiter_that_no_watch_tells_looks_for_itself(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +355,35 @@ def test_an_exception_at_any_step_of_a_waiter_leaves_nothing(
 
 
 # Connections that are cut.
+
+
+def test_a_request_whose_reply_is_lost_has_been_carried_out_once(side: Side, proxy: Proxy) -> None:
+    take()
+    proxy.drop_reply()
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+        [number], offset = side.numbers("x")
+
+        assert proxy.connections >= 2
+        assert lease.fencing_token == number + offset
+    assert side.length("x") == 0
+
+
+@pytest.mark.parametrize("way", ["hold", "black_hole"])
+def test_a_server_that_hangs_is_an_error_and_soon(side: Side, proxy: Proxy, way: str) -> None:
+    set_options(side.settings, io_timeout=2.0)
+    take()
+    getattr(proxy, way)()
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError):
+        lock("x", using="locks", timeout=0).acquire()
+
+    assert time.monotonic() - began < 4.5
+    proxy.pass_through()
+    # The request may arrive all the same: what it made is deleted.
+    eventually(lambda: not _verbs().doomed and not side.length("x"), 10)
 
 
 def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> None:

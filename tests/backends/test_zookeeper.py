@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +14,9 @@ from kazoo.exceptions import NoAuthError
 
 from django_distlock import LockBackendError, lock, locks
 from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
-from django_distlock.engine.values import Release
 from tests.fixtures.eventually import eventually
-from tests.fixtures.proxy import Proxy
 
-from .queue_tools import Counter, proxied, rival, set_options, stands
+from .queue_tools import rival, stands
 from .zookeeper_tools import (
     aliases,
     backend,
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
     from tests.fixtures.zookeeper import Ensemble
-
-WAITERS = 200
 
 
 @pytest.fixture(autouse=True)
@@ -76,13 +71,6 @@ def _short(record: logging.LogRecord) -> str:
     return "reply" if text.startswith("Received response") else ""
 
 
-@pytest.fixture
-def proxy(zookeeper: Ensemble, settings: Settings) -> Iterator[Proxy]:
-    """Stands between "locks" and one of the servers."""
-    with proxied(settings, zookeeper.members[0].port, "hosts") as found:
-        yield found
-
-
 # Requests.
 
 
@@ -116,80 +104,6 @@ def test_a_single_try_that_was_refused_before_makes_no_node_in_the_way_of_others
     assert "Create2" in sent()
     with attempt:
         assert sorted(sent()) == ["Create2", "GetChildren", "reply", "reply"]
-
-
-# The line.
-
-
-def test_each_of_200_waiters_watches_the_one_before_it_alone(zookeeper: Ensemble) -> None:
-    holder, waiters = rival("x"), [rival("x") for _ in range(WAITERS)]
-    bells = [Counter() for _ in waiters]
-    assert stands(holder)
-    for waiter, bell in zip(waiters, bells, strict=True):
-        assert stands(waiter) is None
-        assert backend()._verbs.may_sleep(waiter, bell)
-
-    watched = [path for path, _ in zookeeper.watches() if f"{backend().options.root}/x" in path]
-    assert len(watched) == len(set(watched)) == WAITERS
-
-    tokens = []
-    for waiter, bell in zip(waiters, bells, strict=True):
-        before = holder
-        assert backend().release(before) is Release.RELEASED
-        eventually(partial(getattr, bell, "rung"))
-        tokens.append(stands(waiter))
-        holder = waiter
-
-    assert [bell.rung for bell in bells] == [1] * WAITERS
-    assert tokens == sorted(set(tokens), key=lambda token: token or 0)
-    assert None not in tokens
-
-
-def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
-    prefixed = {**settings.DISTLOCK["locks"], "KEY_PREFIX": "other"}
-    settings.DISTLOCK = {**settings.DISTLOCK, "prefixed": prefixed}
-
-    with lock("x", using="locks"), lock("y", using="prefixed", timeout=0):
-        pass
-    assert sum(batch.deleted for batch in backend("prefixed").purge(0)) == 1
-    assert sum(batch.deleted for batch in backend("locks").purge(0)) == 1
-
-
-# Replies that are lost.
-
-
-def test_a_create_whose_reply_is_lost_is_found_again(proxy: Proxy, client: Any, root: str) -> None:
-    with lock("x", using="locks"):
-        pass
-    proxy.drop_reply()
-
-    with lock("x", using="locks", timeout=0) as lease:
-        lease.check()
-        [own] = line(client, root, "x")
-        _, stat = client.get(f"{root}/x/{own}")
-
-        assert proxy.connections >= 2
-        offset, _ = client.get(f"{root}/%tokens")
-        assert lease.fencing_token == stat.czxid + int(offset)
-    assert line(client, root, "x") == []
-
-
-def test_a_server_that_hangs_is_an_error_and_soon(
-    proxy: Proxy, client: Any, root: str, settings: Settings
-) -> None:
-    set_options(settings, io_timeout=3.0)
-    with lock("x", using="locks"):
-        pass
-    proxy.hold()
-    began = time.monotonic()
-
-    with pytest.raises(LockBackendError):
-        lock("x", using="locks", timeout=0).acquire()
-
-    assert time.monotonic() - began < backend().options.io_timeout + 2.5
-    proxy.pass_through()
-    # The request arrives all the same: what it made is deleted.
-    eventually(lambda: not backend()._verbs.doomed and not line(client, root, "x"), 10)
 
 
 # Rights.
@@ -267,21 +181,14 @@ def test_purge_deletes_the_nodes_of_locks_that_nobody_needs(client: Any, root: s
     assert backend().extend([rival("held")]) == [False]
 
 
-def test_where_tokens_begin_is_raised_to_the_clock_by_each_session(client: Any, root: str) -> None:
-    path, written = f"{root}/%tokens", list[int]()
-    for _ in range(2):
-        began = time.time()
-        with lock("x", using="locks") as lease:
-            token = lease.fencing_token or 0
-            [own] = line(client, root, "x")
-            _, stat = client.get(f"{root}/x/{own}")
-            written.append(int(client.get(path)[0]))
+def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
+    prefixed = {**settings.DISTLOCK["locks"], "KEY_PREFIX": "other"}
+    settings.DISTLOCK = {**settings.DISTLOCK, "prefixed": prefixed}
 
-        assert token == stat.czxid + written[-1]
-        assert began - 1 < token / 1_000_000 < time.time() + 1
-        locks.close()
-
-    assert written[0] < written[1]
+    with lock("x", using="locks"), lock("y", using="prefixed", timeout=0):
+        pass
+    assert sum(batch.deleted for batch in backend("prefixed").purge(0)) == 1
+    assert sum(batch.deleted for batch in backend("locks").purge(0)) == 1
 
 
 def test_a_node_that_was_made_while_tokens_were_raised_is_made_again(

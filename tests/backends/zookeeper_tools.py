@@ -51,10 +51,11 @@ def line(client: Any, root: str, name: str) -> list[str]:
     return list(client.get_children(folder)) if client.exists(folder) else []
 
 
-def length(ensemble: Ensemble, root: str, name: str) -> int:
-    """Return how many hold *name* or wait for it."""
+def numbers(ensemble: Ensemble, root: str, name: str) -> tuple[list[int], int]:
+    """Return the changes that made the nodes of those who hold *name* or wait for it, and where tokens begin."""
     with operator(ensemble) as client:
-        return len(line(client, root, name))
+        found = [client.get(f"{root}/{name}/{node}") for node in line(client, root, name)]
+        return [stat.czxid for _, stat in found], int(client.get(f"{root}/%tokens")[0])
 
 
 def watched(alias: str = "locks") -> set[str]:
