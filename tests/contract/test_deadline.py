@@ -15,7 +15,7 @@ from tests.fixtures.eventually import eventually, never
 
 from .crew import start
 from .faults import Faulty
-from .profiles import lacks, needs
+from .profiles import needs
 
 pytestmark = needs("leased", "typical")
 
@@ -39,7 +39,6 @@ def test_the_deadline_counts_from_before_the_request(
         assert 0 < lease.remaining < lease.ttl
 
 
-@lacks("whole_seconds")
 def test_a_grant_that_arrives_after_its_own_end_is_none(
     faulty: Faulty, using: str, name: str, tick: float
 ) -> None:
@@ -61,7 +60,6 @@ def test_a_grant_that_arrives_after_its_own_end_is_none(
     registry.release_all()
 
 
-@lacks("whole_seconds")
 @pytest.mark.usefixtures("no_sweep")
 @pytest.mark.parametrize("trouble", ["hang", "fail"])
 def test_a_lease_is_lost_on_time_though_renewals_fail(
@@ -87,7 +85,6 @@ def test_a_lease_is_lost_on_time_though_renewals_fail(
         lease.check()
 
 
-@lacks("whole_seconds")
 @pytest.mark.parametrize("trouble", ["hang", "fail"])
 async def test_a_body_that_wants_it_so_is_cancelled_when_its_lease_is_lost(
     faulty: Faulty, using: str, name: str, tick: float, trouble: str
@@ -103,7 +100,6 @@ async def test_a_body_that_wants_it_so_is_cancelled_when_its_lease_is_lost(
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
 
 
-@lacks("whole_seconds")
 @pytest.mark.parametrize("trouble", ["hang", "fail"])
 def test_a_lease_whose_renewal_is_late_or_failed_is_in_jeopardy_before_it_is_lost(
     faulty: Faulty, using: str, name: str, trouble: str, put_forward: PutForward
@@ -130,7 +126,6 @@ def test_a_lease_whose_renewal_is_late_or_failed_is_in_jeopardy_before_it_is_los
 
 
 @pytest.mark.slow
-@lacks("whole_seconds")
 def test_a_lease_survives_renewals_that_fail_for_a_while(
     faulty: Faulty, using: str, name: str, put_forward: PutForward
 ) -> None:
@@ -153,7 +148,6 @@ def test_a_lease_survives_renewals_that_fail_for_a_while(
 
 
 @pytest.mark.slow
-@lacks("whole_seconds")
 def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
     faulty: Faulty, using: str, name: str, put_forward: PutForward
 ) -> None:
@@ -179,7 +173,6 @@ def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
         hung.release()
 
 
-@lacks("whole_seconds")
 def test_a_callback_that_fails_hinders_no_other(
     using: str, name: str, put_forward: PutForward
 ) -> None:

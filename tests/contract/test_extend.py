@@ -33,7 +33,6 @@ def test_extend_lets_it_live_longer_here_and_on_the_server(
         lease.check()
 
 
-@lacks("whole_seconds")
 @needs("leased")
 @needs("typical")
 async def test_aextend_does_the_same(using: str, name: str, tick: float) -> None:

@@ -244,7 +244,6 @@ async def test_a_detached_lease_makes_way_in_the_line_of_its_process(using: str,
     assert await asyncio.wait_for(waiting, 20)
 
 
-@needs("detach")
 @pytest.mark.usefixtures("is_never_hung")
 def test_nobody_is_told_of_lost_replies_on_the_way(faulty: Faulty, using: str, name: str) -> None:
     faulty.lose_replies("extend")

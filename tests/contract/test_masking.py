@@ -10,7 +10,7 @@ from django_distlock import Lease, LockLost, LockNotOwned, distributed_lock, loc
 from django_distlock.lock import LockTerms
 from tests.fixtures.eventually import aeventually, eventually
 
-from .profiles import lacks, needs
+from .profiles import needs
 from .rivals import Rival
 
 pytestmark = needs("leased", "typical")
@@ -41,13 +41,11 @@ def _note_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
 
 
-@lacks("whole_seconds")
 def test_lost_and_no_error_raises_that_it_was_lost(name: str, terms: LockTerms) -> None:
     with pytest.raises(LockLost), lock(name, **terms) as lease:
         _let_end(lease)
 
 
-@lacks("whole_seconds")
 def test_lost_and_an_error_raises_the_error_with_a_note(
     name: str, terms: LockTerms, rival: Callable[..., Rival]
 ) -> None:
@@ -61,7 +59,6 @@ def test_lost_and_an_error_raises_the_error_with_a_note(
     assert other.holds
 
 
-@lacks("whole_seconds")
 def test_taken_by_another_and_no_error_raises_that(
     name: str, terms: LockTerms, rival: Callable[..., Rival]
 ) -> None:
@@ -73,7 +70,6 @@ def test_taken_by_another_and_no_error_raises_that(
     assert other.holds
 
 
-@lacks("whole_seconds")
 async def test_async_with_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
     with pytest.raises(LockLost):
         async with lock(name, **terms) as lease:
@@ -86,7 +82,6 @@ async def test_async_with_keeps_to_the_same_rules(name: str, terms: LockTerms) -
     assert name in _note_of(caught.value)
 
 
-@lacks("whole_seconds")
 def test_with_a_lease_keeps_to_the_same_rules(name: str, terms: LockTerms, tick: float) -> None:
     terms["ttl"] = 10 * tick  # it is held when the block begins
     lease = lock(name, **terms).acquire()
@@ -99,7 +94,6 @@ def test_with_a_lease_keeps_to_the_same_rules(name: str, terms: LockTerms, tick:
     assert name in _note_of(caught.value)
 
 
-@lacks("whole_seconds")
 def test_lock_all_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
     both = lock_all(f"{name}:a", f"{name}:b", **terms)
 
@@ -115,7 +109,6 @@ def test_lock_all_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
     assert f"{name}:b" in _note_of(caught.value)
 
 
-@lacks("whole_seconds")
 def test_the_decorator_keeps_to_the_same_rules(
     name: str, terms: LockTerms, rival: Callable[..., Rival]
 ) -> None:

@@ -42,7 +42,7 @@ from tests.fixtures.eventually import aeventually, eventually, never
 
 from .crew import start, waiting_for
 from .faults import Faulty
-from .profiles import Profile, lacks, needs
+from .profiles import Profile, needs
 from .rivals import Rival
 
 pytestmark = needs("typical")
@@ -112,7 +112,6 @@ def test_a_holding_is_told_from_its_begin_to_its_end(
     assert acquired == extended == released == facts
 
 
-@needs("typical")
 def test_a_receiver_enters_the_lock_that_it_is_told_of(
     connect: Connect, using: str, name: str
 ) -> None:
@@ -173,7 +172,6 @@ def test_who_is_refused_by_min_hold_is_told_until_when(using: str, name: str, to
     assert 90 < (facts["reserved_until"] - datetime.now(UTC)).total_seconds() < 100.1
 
 
-@lacks("whole_seconds")
 @needs("leased")
 def test_a_loss_is_told_once_with_its_reason(
     using: str, name: str, told: Told, tick: float
@@ -346,7 +344,6 @@ def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
     eventually(lambda: not mine.locked())
 
 
-@lacks("whole_seconds")
 @needs("leased")
 async def test_an_asynchronous_receiver_hides_no_loss(
     using: str, name: str, connect: Connect, tick: float

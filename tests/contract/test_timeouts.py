@@ -94,7 +94,6 @@ def _stopped(how: str) -> AbstractContextManager[object]:
     return time_machine.travel("2030-01-01", tick=False)
 
 
-@lacks("variant")
 @needs("typical")
 class TestWhileTheTestsStopTheClock:
     """What waits goes on by clocks that freezegun and time-machine do not replace."""
@@ -126,7 +125,6 @@ class TestWhileTheTestsStopTheClock:
         assert waiting.result(20)
 
     @needs("leased")
-    @lacks("whole_seconds")
     def test_a_lease_is_renewed_and_ends_in_its_time(
         self, using: str, name: str, tick: float
     ) -> None:
@@ -202,7 +200,6 @@ def test_without_a_timeout_the_setting_of_the_alias_holds(
     assert 3 * tick <= time.monotonic() - began < 3 * tick + LATE
 
 
-@lacks("variant")
 @needs("typical")
 def test_a_timeout_of_none_waits_until_it_is_free(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
