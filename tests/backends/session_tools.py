@@ -30,7 +30,7 @@ NUMBER = {"postgres": "SELECT pg_backend_pid()", "mariadb": "SELECT connection_i
 #: Aliases by which as many servers of one application meet the same locks.
 SITES = [f"site{number}" for number in range(12)]
 #: Waits in a hunt, by eight threads. Set it to 50000 for a long run.
-HUNT = int(os.environ.get("DISTLOCK_RACES", "6000"))
+HUNT = int(os.environ.get("DISTLOCK_RACES", "2000"))
 
 
 def aliases(database: str, kind: str, **options: Any) -> dict[str, Any]:

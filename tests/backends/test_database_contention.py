@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
-THREADS, ROUNDS = 8, 20
+THREADS, ROUNDS = 8, 6
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from tests.backends.conftest import apart, backend
+from tests.backends.conftest import backend
 from tests.contract.crew import start
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, never
@@ -50,10 +50,6 @@ if TYPE_CHECKING:
     from tests.fixtures.postgres import PostgreSQL
     from tests.fixtures.processes import Spawn
     from tests.fixtures.servers import Server
-
-#: Set it to 10000 for a long run.
-ROUNDS = int(os.environ.get("DISTLOCK_RACES", "300"))
-
 
 #: Sessions of locks whose commits wait for a standby.
 WAIT_FOR_STANDBY = (
@@ -469,36 +465,6 @@ def test_first_comers_of_unknown_names_meet_no_error(
         thread.join()
 
     assert errors == []
-
-
-def test_racers_on_an_expired_row_have_one_winner_and_rising_tokens(
-    database: str, name: str, settings: Settings
-) -> None:
-    """Requests straight to the server, as of two processes; the queue of this process stays out of it."""
-    settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 10.0}}}
-    locked = locks[database]
-    winners: list[tuple[int, int]] = []
-    rounds = ROUNDS
-    barrier = threading.Barrier(2)
-    expire = f"UPDATE django_distlock_methodlock SET available_at = '2001-01-01', expires_at = '2001-01-01' WHERE method_name = '{name}'"
-
-    def race() -> None:
-        for turn in range(rounds):
-            barrier.wait(30)
-            request = locked.request(name, ttl=30, holder=Holder.current())
-            answer = locked.try_acquire(request, queued=False)
-            if isinstance(answer, Grant):
-                winners.append((turn, answer.token or 0))
-            if barrier.wait(30) == 0:
-                with connections[database].cursor() as cursor:
-                    cursor.execute(expire)
-            barrier.wait(30)
-
-    apart(database, race, race)
-
-    assert [turn for turn, _ in winners] == list(range(rounds))
-    tokens = [token for _, token in winners]
-    assert tokens == sorted(set(tokens))
 
 
 def test_of_those_that_waited_for_a_row_one_has_the_lock_and_for_its_full_ttl(

@@ -38,21 +38,6 @@ def paused_and_next(name: str, database: str) -> tuple[Lease, Lease]:
     return first, second
 
 
-def test_claimed_row_is_read_fresh_and_can_be_saved(
-    database: str, name: str, account: Account
-) -> None:
-    Account.objects.using(database).filter(pk=account.pk).update(balance=50)
-
-    with lock(name, using=database) as lease:
-        fresh = lease.claim(account)
-        assert [fresh.balance, fresh.fence] == [50, lease.fencing_token]
-        fresh.balance -= 10
-        lease.save(fresh)
-
-    account.refresh_from_db()
-    assert [account.balance, account.fence] == [40, lease.fencing_token]
-
-
 def test_many_rows_are_claimed_and_updated_by_statements_that_every_server_takes(
     database: str, name: str
 ) -> None:

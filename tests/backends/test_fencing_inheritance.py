@@ -131,6 +131,8 @@ TABLES: list[type[models.Model]] = [
     *(Purse, Coin, Savings, Gold, Bond, Plain, Pocket, FencedLater, Coded, CodedPurse)
 ]
 SHAPES: list[type[Any]] = [Purse, Savings, Gold, ShownGold, Bond, FencedLater, CodedPurse]
+#: One table, the fence above, the fence below, another key: what orders of statements may matter for.
+APART: list[type[Any]] = [Purse, Gold, FencedLater, CodedPurse]
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +337,7 @@ def play(
 
 
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", APART)
 def test_no_fee_is_lost_wherever_the_next_holder_comes_between_the_statements_of_a_late_one(
     tables: str, shape: type[Any], holders: tuple[Lease, Lease], name: str
 ) -> None:
@@ -346,7 +348,7 @@ def test_no_fee_is_lost_wherever_the_next_holder_comes_between_the_statements_of
 
 
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", APART)
 @hypothesis_settings(
     max_examples=15,
     deadline=None,
@@ -393,7 +395,7 @@ def in_a_slice(row: Any) -> models.QuerySet[Any]:
 
 @pytest.mark.server
 @pytest.mark.parametrize("rows", [in_a_list, in_a_slice])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", APART)
 def test_claimed_rows_are_read_fresh_in_a_transaction_that_reads_an_older_snapshot(
     snapshots: None,
     shape: type[Any],

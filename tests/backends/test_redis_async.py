@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
 
-CROWD = 200
+CROWD = 100
 #: Set it higher for a long run.
-LOOPS = int(os.environ.get("DISTLOCK_LOOPS", "300"))
+LOOPS = int(os.environ.get("DISTLOCK_LOOPS", "60"))
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_many_short_event_loops_leave_nothing(server: Redis, settings: Settings,
 
 
 @pytest.mark.parametrize("crowd", ["one lock", "a lock each"])
-async def test_two_hundred_tasks_wait_without_threads_and_are_all_served(
+async def test_a_hundred_tasks_wait_without_threads_and_are_all_served(
     server: Redis, settings: Settings, name: str, crowd: str
 ) -> None:
     configure(settings, server, io_timeout=10)  # a machine that is busy may need long for a crowd
@@ -234,7 +234,7 @@ async def test_two_hundred_tasks_wait_without_threads_and_are_all_served(
         await asyncio.gather(*tasks)
 
 
-async def test_two_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
+async def test_a_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
     server: Redis, settings: Settings, name: str
 ) -> None:
     sites = {f"site{i}": alias(server.port, fair=True, io_timeout=10) for i in range(CROWD)}
@@ -257,7 +257,7 @@ async def test_two_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
     asked, busy = server.calls()["evalsha"] - asked, _seconds_of_work(server) - busy
     elapsed = time.monotonic() - began
     assert asked < CROWD * 10 * elapsed
-    assert busy < 0.8 * elapsed
+    assert busy < 0.4 * elapsed
     await asyncio.to_thread(holder.leaves)
     async with asyncio.timeout(15):
         await asyncio.gather(*tasks)
@@ -314,13 +314,13 @@ async def test_a_release_does_not_wait_behind_the_tries_of_others(
     lease = await lock(name).aacquire()
     assert lease
     proxy.delay(0.1)
-    names = (f"{name}:{number}" for number in range(2_000))
+    names = (f"{name}:{number}" for number in range(600))
     crowd = [asyncio.ensure_future(lock(each).aacquire()) for each in names]
     await asyncio.sleep(0)
 
     await lease.arelease()
 
-    assert sum(each.done() for each in crowd) < 1_000
+    assert sum(each.done() for each in crowd) < 300
     proxy.delay(0)
     granted = await asyncio.gather(*crowd)
     await asyncio.gather(*(each.arelease() for each in granted if each))

@@ -110,7 +110,7 @@ def test_many_of_one_process_are_served_in_the_order_they_came(
     waiting = []
 
     with held_in_thread(lock(name, using=backend.alias)):
-        for number in range(30):
+        for number in range(12):
             waiting.append(wait(backend, name, lambda number=number: served.append(number)))  # type: ignore[misc]
             eventually(lambda: waiting_for(backend, name) == len(waiting))
     for each in waiting:
