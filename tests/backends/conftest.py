@@ -13,7 +13,7 @@ from django.db import connections
 from django.db.backends.postgresql.psycopg_any import IsolationLevel
 from django.db.backends.utils import CursorWrapper
 
-from django_distlock import locks
+from django_distlock import lock, locks
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.backends.etcd.gateway import below
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
+    from django_distlock import Lease
     from tests.fixtures.etcd import Cluster
 
 _T = TypeVar("_T")
@@ -63,6 +64,20 @@ def account(database: str) -> Iterator[Account]:
 def name() -> str:
     """A lock name that no other test uses."""
     return f"test:{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def holders(settings: Settings, name: str) -> Iterator[tuple[Lease, Lease]]:
+    """A late holder, who does not know that it is late, and the next one.
+
+    What the data sees of them is their tokens: here they hold two locks, one after the other.
+    """
+    settings.DISTLOCK = {
+        "default": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend", "TTL": 600}
+    }
+    with lock(f"{name}:late", renew=False) as late, lock(f"{name}:next", renew=False) as next_one:
+        assert late.checked_token() < next_one.checked_token()
+        yield late, next_one
 
 
 @pytest.fixture

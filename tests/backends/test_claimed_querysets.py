@@ -12,12 +12,13 @@ from django.db.models.query import BaseIterable, ModelIterable
 
 from django_distlock import StaleFencingToken, lock
 from testproject.models import Account, Fee
-from tests.backends.test_fencing import paused_and_next
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from django_distlock import Lease
+
+    Holders = tuple[Lease, Lease]
 
 
 class Stamping(ModelIterable):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -91,10 +92,10 @@ WAYS: dict[str, Callable[[Lease, Rows], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_row_of_a_late_holder_is_refused(
-    database: str, name: str, account: Account, way: str
+    database: str, account: Account, holders: Holders, way: str
 ) -> None:
     rows = Rows(Account, using=database).filter(pk=account.pk)
-    first, second = paused_and_next(name, database)
+    first, second = holders
 
     [late] = WAYS[way](first, rows)
     [fresh] = WAYS[way](second, rows)
@@ -106,20 +107,18 @@ def test_the_row_of_a_late_holder_is_refused(
     fresh.save()
     account.refresh_from_db()
     assert [account.balance, account.fence] == [60, second.fencing_token]
-    second.release()
 
 
 @pytest.mark.parametrize("database", ["default"])
-def test_so_is_one_that_a_task_has_read(database: str, name: str, account: Account) -> None:
+def test_so_is_one_that_a_task_has_read(database: str, account: Account, holders: Holders) -> None:
     rows = Rows(Account, using=database).filter(pk=account.pk)
-    first, second = paused_and_next(name, database)
+    first, second = holders
 
     [late] = async_to_sync(_all)(first.claim(rows))
     second.claim(account)
 
     with pytest.raises(StaleFencingToken):
         late.save()
-    second.release()
 
 
 def test_a_claimed_queryset_is_what_it_was(database: str, name: str, account: Account) -> None:

@@ -12,10 +12,11 @@ from django.db.transaction import TransactionManagementError
 
 from django_distlock import StaleFencingToken, lock, locked
 from testproject.models import Account
-from tests.backends.test_fencing import paused_and_next
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from django_distlock import Lease
 
 
 def historical(database: str, account: Account) -> Any:
@@ -74,12 +75,12 @@ WAYS = [
 @pytest.mark.parametrize("is_historical", [True, False])
 def test_a_write_beside_the_holder_lets_no_earlier_holder_in(
     database: str,
-    name: str,
     account: Account,
+    holders: tuple[Lease, Lease],
     way: Callable[[Any], None],
     is_historical: bool,
 ) -> None:
-    first, second = paused_and_next(name, database)
+    first, second = holders
     late = first.claim(account)
     read = historical if is_historical else current
     beside = read(database, account)
@@ -93,7 +94,6 @@ def test_a_write_beside_the_holder_lets_no_earlier_holder_in(
     with pytest.raises(StaleFencingToken, match="a later holder"):
         late.save()
     fresh.save()
-    second.release()
 
 
 def test_an_upsert_of_nothing_but_the_fence_says_what_to_write(

@@ -22,20 +22,7 @@ if TYPE_CHECKING:
 
     from django_distlock import Lease
 
-
-def paused_and_next(name: str, database: str) -> tuple[Lease, Lease]:
-    """Return the lease of a holder that was paused past its ttl, and that of the next one.
-
-    The first one still believes that it is valid: its clock says so.
-    """
-    first = lock(name, using=database, ttl=0.2, renew=False).acquire()
-    assert first is not None
-    eventually(lambda: first.lost, 5)
-    second = lock(name, using=database, reentrant=False).acquire()
-    assert second is not None
-    first._state = type(first.state).HELD
-    first._deadline = float("inf")
-    return first, second
+    Holders = tuple[Lease, Lease]
 
 
 def test_many_rows_are_claimed_and_updated_by_statements_that_every_server_takes(
@@ -62,19 +49,19 @@ def test_many_rows_are_claimed_and_updated_by_statements_that_every_server_takes
 
 
 def test_a_refused_claim_of_many_rows_raises_no_fence(
-    database: str, name: str, account: Account, monkeypatch: pytest.MonkeyPatch
+    database: str, account: Account, holders: Holders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("django_distlock.engine.fencing.BATCH", 1)
     accounts = Account.objects.using(database)
-    other = accounts.create(name=name, balance=1, opening_balance=1)
-    first, second = paused_and_next(name, database)
+    other = accounts.create(name="other", balance=1, opening_balance=1)
+    first, second = holders
     second.claim(other)
 
     with pytest.raises(StaleFencingToken):
         first.claim(accounts.filter(pk__in=[account.pk, other.pk]).order_by("pk"))
 
     assert accounts.get(pk=account.pk).fence == account.fence
-    second.release()
+    other.delete()
 
 
 SLICES: dict[str, Callable[[QuerySet[Account]], QuerySet[Account]]] = {

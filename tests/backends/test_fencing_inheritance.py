@@ -19,15 +19,13 @@ from hypothesis import (
     strategies as some,
 )
 
-from django_distlock import StaleFencingToken, lock
+from django_distlock import StaleFencingToken
 from django_distlock.models import FencedModel
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.backends.test_claimed_querysets import AskingAgain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from pytest_django.fixtures import Settings
 
     from django_distlock import Lease
 
@@ -158,20 +156,6 @@ def make_tables(alias: str, made: set[str]) -> None:
 def tables(database: str, made: set[str]) -> str:
     make_tables(database, made)
     return database
-
-
-@pytest.fixture
-def holders(settings: Settings, name: str) -> Iterator[tuple[Lease, Lease]]:
-    """A late holder, who does not know that it is late, and the next one.
-
-    What the data sees of them is their tokens: here they hold two locks, one after the other.
-    """
-    settings.DISTLOCK = {
-        "default": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend", "TTL": 600}
-    }
-    with lock(f"{name}:late", renew=False) as late, lock(f"{name}:next", renew=False) as next_one:
-        assert late.checked_token() < next_one.checked_token()
-        yield late, next_one
 
 
 def rows_of(model: type[models.Model], alias: str) -> models.QuerySet[Any]:

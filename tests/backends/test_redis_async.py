@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from django_distlock import LockBackendError, LockOutcomeUnknown, lock, locks
+from django_distlock import LockBackendError, lock, locks
 from django_distlock.backends.redis.connections import AsyncPoolLink
 from django_distlock.engine.values import Grant
 from django_distlock.exceptions import NotSent
@@ -72,49 +71,7 @@ async def hold(name: str, *, shared: bool = False) -> None:
         await asyncio.sleep(0)
 
 
-# Lost replies and broken connections.
-
-
-@pytest.mark.usefixtures("is_never_hung")
-async def test_whichever_reply_is_lost_nobody_is_locked_out(
-    server: Redis, proxy: Proxy, name: str
-) -> None:
-    for number in itertools.count():
-        await hang_up()  # to connect again: greetings are answered as well
-        proxy.drop_reply(after=number)
-
-        outcome = await live_with_a_lost_reply(f"{name}:{number}")
-
-        assert outcome in {"held", "not asked"}
-        await asyncio.to_thread(rival(f"{name}:{number}").takes, 5)
-        if proxy.replies_to_drop:
-            break
-    assert number >= 4
-
-
-async def hang_up() -> None:
-    """Close what connections this event loop has."""
-    link = await backend()._loops.get()
-    assert isinstance(link, AsyncPoolLink)
-    await link.aclose()
-
-
-async def live_with_a_lost_reply(name: str) -> str:
-    """Take, extend and release; whatever gets lost, the lock was held, or had not been asked for."""
-    outcome = "not asked"
-    try:
-        async with lock(name, ttl=LONG, timeout=0) as lease:
-            outcome = "held"
-            try:
-                await lease.aextend()
-            except LockOutcomeUnknown:
-                lease.check()
-                await lease.aextend()
-    except LockOutcomeUnknown:
-        return "held" if outcome == "held" else "unknown"
-    except LockBackendError as error:
-        return "not asked" if "cannot be reached" in str(error) else str(error)
-    return outcome
+# Broken connections.
 
 
 async def be_a_crowd(name: str) -> AsyncPoolLink:

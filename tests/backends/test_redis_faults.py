@@ -119,16 +119,16 @@ def break_connections(server: Redis) -> None:
 
 
 @pytest.mark.usefixtures("is_never_hung")
-@pytest.mark.parametrize("scripting", [True, False])
+@pytest.mark.parametrize("caller", ["thread", "task", "unscripted"])
 def test_whichever_reply_is_lost_nobody_is_locked_out(
-    server: Redis, proxy: Proxy, settings: Settings, name: str, scripting: bool
+    server: Redis, proxy: Proxy, settings: Settings, name: str, caller: str
 ) -> None:
-    configure(settings, server, proxy.port, scripting=scripting)
+    configure(settings, server, proxy.port, scripting=caller != "unscripted")
     for number in itertools.count():
         locks.close()  # to connect again: greetings are answered as well
         proxy.drop_reply(after=number)
 
-        outcome = live_with_a_lost_reply(f"{name}:{number}")
+        outcome = live_with_a_lost_reply(f"{name}:{number}", is_task=caller == "task")
 
         assert outcome in {"held", "not asked"}
         rival(f"{name}:{number}").takes(within=SOON)
@@ -137,22 +137,35 @@ def test_whichever_reply_is_lost_nobody_is_locked_out(
     assert number >= 4
 
 
-def live_with_a_lost_reply(name: str) -> str:
+def live_with_a_lost_reply(name: str, *, is_task: bool) -> str:
     """Take, extend and release; whatever gets lost, the lock was held, or had not been asked for."""
-    outcome = "not asked"
-    try:
-        with lock(name, ttl=LONG, timeout=0) as lease:
-            outcome = "held"
+    recipe, leases = lock(name, ttl=LONG, timeout=0), list[Lease]()
+
+    def hold() -> None:
+        with recipe as lease:
+            leases.append(lease)
             try:
                 lease.extend()
             except LockOutcomeUnknown:
                 lease.check()
                 lease.extend()
+
+    async def ahold() -> None:
+        async with recipe as lease:
+            leases.append(lease)
+            try:
+                await lease.aextend()
+            except LockOutcomeUnknown:
+                lease.check()
+                await lease.aextend()
+
+    try:
+        asyncio.run(ahold()) if is_task else hold()
     except LockOutcomeUnknown:
-        return "held" if outcome == "held" else "unknown"
+        return "held" if leases else "unknown"
     except LockBackendError as error:
         return "not asked" if "cannot be reached" in str(error) else str(error)
-    return outcome
+    return "held"
 
 
 # Partitions.

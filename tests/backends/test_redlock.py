@@ -539,41 +539,25 @@ def _raised(backend: RedisBackend, request: Request, token: int) -> bool:
     return backend._run(backend._verbs.raise_token(request, token))
 
 
-def test_a_lock_that_a_majority_has_lost_is_lost(
+def test_a_lock_that_a_minority_has_lost_is_held_and_of_a_majority_it_is_lost(
     servers: list[Redis], using: Callable[..., str], name: str
 ) -> None:
     alias = using(**PATIENT)
-    minority = lock(name, using=alias).acquire()
-    assert minority
-    _all_voted(servers, name)
-    _forget(servers[:2])
-    minority.extend()
-    minority.release()
-
-    majority = lock(name, using=alias).acquire()
-    assert majority
-    _all_voted(servers, name)
-    _forget(servers[:3])
-
-    with pytest.raises(LockLost):
-        majority.release()
-
-
-def test_an_extension_takes_a_majority_and_makes_nothing_anew(
-    servers: list[Redis], using: Callable[..., str], name: str
-) -> None:
-    alias = using(**PATIENT)
-    lease = lock(name, using=alias, renew=False).acquire()
-    assert lease
-    _all_voted(servers, name)
-    _forget(servers[:3])
-
-    with pytest.raises(LockLost):
+    with lock(name, using=alias, renew=False) as lease:
+        _all_voted(servers, name)
+        _forget(servers[:2])
         lease.extend()
 
-    assert _voters(servers[:3], name) == 0
-    with pytest.raises(LockLost):
-        lease.release()
+    for verb in ("extend", "release"):
+        lost = lock(f"{name}:{verb}", using=alias, renew=False).acquire()
+        assert lost
+        _all_voted(servers, f"{name}:{verb}")
+        _forget(servers[:3])
+
+        with pytest.raises(LockLost):
+            getattr(lost, verb)()
+
+        assert _voters(servers[:3], f"{name}:{verb}") == 0
 
 
 # Waiters, and how they are woken.
