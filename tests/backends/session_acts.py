@@ -18,7 +18,7 @@ from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Request
 from tests.contract import acts
-from tests.fixtures.child import hear_word, say
+from tests.fixtures.child import end_in_full, hear_word, say
 
 #: As in the contract.
 hold = acts.hold
@@ -28,6 +28,7 @@ WAITERS = 100
 
 def end_inside(name: str, **terms: Any) -> None:
     """Hold the lock until told to leave, and end without releasing it."""
+    end_in_full()
     assert lock(name, **terms).acquire()
     say("held")
     hear_word("leave")
@@ -68,6 +69,7 @@ def wait(name: str, using: str) -> None:
 
 def cancel_and_end(name: str, using: str) -> None:
     """Wait for the lock in a task, for ever; cancel it when told, and be done."""
+    end_in_full()
 
     async def main() -> None:
         waiting = asyncio.create_task(lock(name, using=using, timeout=None).aacquire())
@@ -83,6 +85,7 @@ def cancel_waiters(name: str, using: str, way: str) -> None:
 
     Or end "in a hurry": nobody cancels them, and there is no time to take them out of the line.
     """
+    end_in_full()
     hear = partial(hear_word, "cancel")
     if way == "end in a hurry":
         registry.release_all = lambda *_: None  # type: ignore[method-assign]

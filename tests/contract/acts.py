@@ -16,7 +16,7 @@ from typing import Any
 
 from django_distlock import Lease, LockError, lock, locks
 from django_distlock.conf import read_alias, read_settings
-from tests.fixtures.child import hear_word, say
+from tests.fixtures.child import end_in_full, hear_word, say
 from tests.fixtures.eventually import eventually, never
 
 from .faults import faulty_version_of, once
@@ -74,6 +74,7 @@ def wake_up_late(name: str, **terms: Any) -> dict[str, str]:
 
 def leave_without_a_word(name: str, **terms: Any) -> int | None:
     """End while the lock is held."""
+    end_in_full()
     lease = lock(name, **terms).acquire()
     assert lease
     return lease.fencing_token
@@ -81,6 +82,7 @@ def leave_without_a_word(name: str, **terms: Any) -> int | None:
 
 def leave_with_daemons(names: list[str], **terms: Any) -> None:
     """End while a daemon thread for each lock takes and releases it again and again."""
+    end_in_full()
     rounds = Counter[str]()
 
     def work(name: str) -> None:
