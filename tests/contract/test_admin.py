@@ -70,6 +70,7 @@ def test_a_held_lock_is_shown_and_freed_and_its_holder_told(
     assert f"“{using}”: held by {lease.holder}" in entry.change_message
 
 
+@needs("typical")
 def test_the_next_holder_is_not_freed(
     using: str, name: str, operator: Client, rival: Rivals
 ) -> None:
@@ -86,7 +87,7 @@ def test_the_next_holder_is_not_freed(
     assert not LogEntry.objects.filter(object_id=row.held.key)
 
 
-@needs("shared", "lists_readers")
+@needs("lists_readers", "typical")
 def test_each_reader_is_shown_and_one_alone_is_freed(
     using: str, name: str, operator: Client, backend: BaseLockBackend, rival: Rivals
 ) -> None:

@@ -43,19 +43,18 @@ LEFT = ["with", "with a lease", "inner with", "several, kept"]
 LEFT_BY_A_TASK = ["async with", "async with a lease", "async several"]
 
 
-@pytest.fixture(autouse=True)
-def unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Say nothing of connections that a driver was kept from making; by no code that a signal could hit."""
-    monkeypatch.setattr(sys, "unraisablehook", id)
+@pytest.fixture(scope="module", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Have Ctrl-C raise, also where the tests were started in the background, which ignores it.
 
-
-@pytest.fixture(autouse=True)
-def sigint(unraisable: None) -> Iterator[None]:
-    """Have Ctrl-C raise, also where the tests were started in the background, which ignores it."""
+    And say nothing of connections that a driver was kept from making; by no code that a signal could hit.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-    collect_garbage()  # here, where it is expected to complain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", id)
+        yield
+        signal.signal(signal.SIGINT, before)
+        collect_garbage()  # here, where it is expected to complain
 
 
 def test_ctrl_c_while_waiting_leaves_nothing(
@@ -313,7 +312,6 @@ class InterruptAt:
         return self._tracing
 
 
-@pytest.mark.usefixtures("unraisable")
 class TestASignalHandlerThatTakesALock:
     """At whatever line it comes, it does not wait for its own thread."""
 
