@@ -183,7 +183,7 @@ def test_a_watch_that_fails_makes_no_storm_and_its_waiters_look_themselves(
             eventually(lambda: balancer.asked.count("/v3/watch") > 4, 30)
 
             # Two watches, each four times a second.
-            never(lambda: balancer.asked.count("/v3/watch") > 60, 3)
+            never(lambda: balancer.asked.count("/v3/watch") > 40, 1.5)
 
             backend("elsewhere").release(holder)
             waiting.result(40)

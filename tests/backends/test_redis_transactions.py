@@ -278,7 +278,7 @@ def test_the_answers_and_the_keys_are_those_of_the_scripts_when(
 
 
 random_steps = hypothesis_settings(
-    max_examples=80,
+    max_examples=30,
     deadline=None,
     database=None,
     # To look for the fewest steps that fail takes longer than a test may take.

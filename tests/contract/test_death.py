@@ -166,11 +166,20 @@ def test_a_try_that_is_under_way_as_the_process_ends_is_waited_for(
 
 
 @needs("cross_process")
-@pytest.mark.parametrize("by_c", [False, True], ids=["by_python", "by_c"])
 def test_a_forked_child_inherits_nothing_and_frees_nothing(
-    child: Children, using: str, name: str, rival: Rivals, by_c: bool
+    child: Children, using: str, name: str, rival: Rivals
 ) -> None:
-    other = rival()
+    _forks(child, using, name, rival(), by_c=False)
+
+
+@needs("cross_process", "typical")
+def test_nor_does_one_that_code_in_c_has_forked(
+    child: Children, using: str, name: str, rival: Rivals
+) -> None:
+    _forks(child, using, name, rival(), by_c=True)
+
+
+def _forks(child: Children, using: str, name: str, other: Rival, *, by_c: bool) -> None:
     parent = child("fork_inside", name=name, using=using, ttl=30, timeout=10, by_c=by_c)
 
     forked = parent.expect("forked")

@@ -38,6 +38,7 @@ class TestInOneProcess:
             waiter.result(30)
         assert served == list(range(12))
 
+    @needs("typical")
     @pytest.mark.slow
     def test_who_gives_up_or_is_cancelled_holds_up_nobody(
         self, using: str, name: str, backend: BaseLockBackend
