@@ -743,9 +743,17 @@ class Slot:
         for server in (self.target, self.source):
             self._ask(server, "CLUSTER", "SETSLOT", self.number, "NODE", self._id(self.target))
 
-    @property
-    def refusals(self) -> int:
-        """How often a server refused a request for its state."""
+    def makes_wait(self, act: Callable[[], Any]) -> Future[Any]:
+        """Begin *act*, and move the slot once the servers have refused its requests again and again."""
+        before = self._refusals()
+        doing = start(act)
+        eventually(lambda: self._refusals() > before + 20 or doing.done(), 20, "it is refused")
+        assert not doing.done()
+        self.end_to_move()
+        return doing
+
+    def _refusals(self) -> int:
+        """Return how often a server refused a request for the state of the slot."""
         return sum(
             found["count"]
             for server in (self.source, self.target)
@@ -778,18 +786,13 @@ def test_a_lock_whose_slot_of_the_cluster_is_being_moved_is_waited_for(
     slot.begin_to_move()
     with pytest.raises(LockBackendError, match="is moving the lock"):
         lock(name, timeout=0).acquire()
-    before = slot.refusals
 
     acts: dict[str, Callable[[], object]] = {
         "thread": lambda: take(name, ttl=LONG, timeout=30).release(),
         "task": lambda: asyncio.run(_hold(name)),
     }
-    waiter = start(acts[caller])
-    eventually(lambda: slot.refusals > before + 40 or waiter.done(), 20, "it is refused")
-    assert not waiter.done()
-    slot.end_to_move()
 
-    waiter.result(20)
+    slot.makes_wait(acts[caller]).result(20)
 
 
 @pytest.mark.parametrize("verb", ["release", "locked", "listing", "detach and attach"])
@@ -805,14 +808,9 @@ def test_a_lock_whose_slot_of_the_cluster_is_being_moved_can_be_used(
     }
     slot.begin_to_move()
     lease.extend()
-    before = slot.refusals
 
-    doing = start(acts[verb])
-    eventually(lambda: slot.refusals > before + 20 or doing.done(), 20, "it is refused")
-    assert not doing.done()
-    slot.end_to_move()
+    outcome = slot.makes_wait(acts[verb]).result(20)
 
-    outcome = doing.result(20)
     assert verb != "locked" or outcome is True
     assert verb != "listing" or outcome == [name]
 
@@ -832,14 +830,9 @@ def test_a_release_that_reserves_a_lock_whose_slot_is_being_moved_does_all_or_no
     # Somebody waits: only the key of the readers is not there.
     ask(name, ttl=LONG)
     slot.begin_to_move()
-    before = slot.refusals
 
-    releasing = start(lease.release)
-    eventually(lambda: slot.refusals > before + 20 or releasing.done(), 20, "it is refused")
-    assert not releasing.done()
-    slot.end_to_move()
+    slot.makes_wait(lease.release).result(20)
 
-    releasing.result(20)
     [held] = backend().held()
     assert held.reserved
 
@@ -865,13 +858,9 @@ def test_an_acquire_that_empties_one_tries_again(cluster: list[Redis], name: str
     ask(name, ttl=0.3, min_hold=LONG)
     ask(name, ttl=LONG)
     slot.begin_to_move()
-    before = slot.refusals
 
-    acquiring = start(lock(name, timeout=LONG + 10).acquire)
     # Only once a key is gone does a server refuse a request for its keys.
-    eventually(lambda: slot.refusals > before + 20 or acquiring.done(), 20, "it is refused")
-    assert not acquiring.done()
-    slot.end_to_move()
+    acquiring = slot.makes_wait(lock(name, timeout=LONG + 10).acquire)
     [found] = backend().held()
     assert found.reserved
     backend().force_release(found.key, found.owner_digest, by="a test")

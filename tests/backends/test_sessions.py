@@ -40,7 +40,17 @@ from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
-from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, session_number, waiters
+from .session_tools import (
+    BOTH,
+    KINDS,
+    SITES,
+    aliases,
+    ask,
+    backend,
+    end_session,
+    session_number,
+    waiters,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -417,9 +427,8 @@ def test_connections_of_leases_that_a_router_swallows_are_replaced_unseen(
         proxy.swallow()
 
 
-@pytest.mark.parametrize("of", ["rowlock", "advisory"])
 def test_who_waits_over_tls_is_told_at_once(
-    mariadb: MariaDB, certificate: Path, settings: Settings, name: str, of: str
+    mariadb: MariaDB, certificate: Path, settings: Settings, name: str
 ) -> None:
     keys = {"ssl-cert": str(certificate), "ssl-key": str(certificate)}
     behind = f"tls-{name}"
@@ -430,17 +439,14 @@ def test_who_waits_over_tls_is_told_at_once(
             "OPTIONS": {"ssl": {"ca": str(certificate)}},
         }
         migrate(behind)
-        settings.DISTLOCK = aliases(behind, of)
         assert ask(behind, "SHOW STATUS LIKE 'Ssl_cipher'")[0][1]
-
-        with lock(name, using="locks"):
-            waiting = start(lambda: lock(name, using="site0", timeout=30).acquire())
-            eventually(lambda: waiters(behind) == 1)
-        lease = waiting.result(10)
-
-        assert lease
-        lease.release()
-        locks.close()
+        for of in KINDS:
+            settings.DISTLOCK = aliases(behind, of)
+            with lock(name, using="locks"):
+                waiting = start(partial(_take, name, "site0"))
+                eventually(lambda: waiters(behind) == 1)
+            assert waiting.result(10)
+            locks.close()
         connections[behind].close()
         del connections[behind], connections.settings[behind]
 
