@@ -145,19 +145,3 @@ def hold_beside_a_waiter(name: str, using: str, transaction_on: str = "") -> dic
         thread.start()
         thread.join()
         return {"refused": refused, "held": lease.held}
-
-
-def cross(names: list[str], using: str, timeout: float) -> list[str]:
-    """Take one lock, and when told the other one; tell what came of it, and of a third one after that."""
-    said = []
-    with lock(names[0], using=using):
-        say("held")
-        hear_word("go on")
-        try:
-            with lock(names[1], using=using, timeout=timeout):
-                said.append("held")
-        except LockError as error:
-            said.append(type(error).__name__)
-    with lock(f"{names[0]}:after", using=using) as lease:
-        lease.check()
-    return said
