@@ -104,11 +104,25 @@ class Lease(Holding):
         LockNotHeld if it was released before, LockLost if the lease has ended, LockNotOwned if
         somebody else has the lock.
         """
-        self.give_back()
+        entries = self.entries
+        try:
+            self.give_back()
+        except LockError:
+            raise
+        except BaseException:
+            self.finish_leaving(entries)
+            raise
 
     async def arelease(self) -> None:
         """Release the lock, at once; a cancelled call is completed in the background."""
-        await self.agive_back()
+        entries = self.entries
+        try:
+            await self.agive_back()
+        except (LockError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException:
+            self.finish_leaving(entries)
+            raise
 
     def extend(self, ttl: float | timedelta | None = None) -> None:
         """Extend the lease to at least *ttl* seconds from now (by default its own ttl).

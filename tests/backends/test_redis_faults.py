@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import threading
 import time
+import weakref
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -348,6 +350,22 @@ def test_a_server_that_restarts_while_a_lock_is_waited_for_leaves_nobody_in_doub
     direct.start()
     with lock(name, timeout=0):
         pass
+
+
+def test_an_answer_that_is_an_error_keeps_no_lease_alive(direct: Redis, name: str) -> None:
+    warm_up()
+    with direct.client() as client:
+        client.script_flush()
+    gc.disable()
+    try:
+        lease = lock(name).acquire()
+        assert lease
+        lease.release()
+        kept = weakref.ref(lease)
+        del lease
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_scripts_that_the_server_forgot_are_told_again(direct: Redis, name: str) -> None:

@@ -39,8 +39,8 @@ AT_ONCE = 4.0
 #: At how many steps of a call an exception comes: at the last ones of an acquire, the first ones of leaving, and at some of all.
 FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "10"))
 #: Kinds of blocks.
-LEFT = ["with", "with a lease", "inner with", "several, kept"]
-LEFT_BY_A_TASK = ["async with", "async with a lease", "async several"]
+LEFT = ["with", "with a lease", "release", "inner with", "several, kept"]
+LEFT_BY_A_TASK = ["async with", "async with a lease", "arelease", "async several"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -257,11 +257,15 @@ def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
     if kind != "with":
         # At its first call, only its user could tell that it was to end.
         step.number += bool(step.number)
-    if kind == "with a lease":
+    if kind in {"with a lease", "release"}:
         block = recipe.acquire()
     elif kind == "several, kept":
         block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
         kept.append(block)
+    if kind == "release":
+        step.__enter__()
+        block.release()
+        return
     with block:
         step.__enter__()
 
@@ -271,11 +275,15 @@ async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[obj
     block: Any = recipe
     step.number += bool(step.number)
     try:
-        if kind == "async with a lease":
+        if kind in {"async with a lease", "arelease"}:
             block = await recipe.aacquire()
         elif kind == "async several":
             block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
         kept.append(block)  # otherwise it is found to be nobody's, as its task has ended
+        if kind == "arelease":
+            step.__enter__()
+            await block.arelease()
+            return
         async with block:
             step.__enter__()
     finally:

@@ -315,7 +315,11 @@ class _Driver:
         """Return the next answer, False if it has not arrived yet."""
         answer = self._parser.gets()
         if isinstance(answer, ResponseError):
-            raise answer
+            try:
+                raise answer
+            finally:
+                # As redis-py: the frame would keep those below it, and their locks, alive.
+                del answer
         return answer
 
 

@@ -145,7 +145,8 @@ class _Connection:
         """Return the server's *error* as an answer; RedisConnectionError if the server is no longer the master."""
         if isinstance(error, ReadOnlyError) and self.used_at:
             raise RedisConnectionError("the former master is now a replica") from error
-        return error
+        # With its frames, of which one has the answers, it would keep the lease alive.
+        return error.with_traceback(None)
 
 
 class ThreadConnection(_Connection):
