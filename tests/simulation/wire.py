@@ -315,11 +315,7 @@ class _Driver:
         """Return the next answer, False if it has not arrived yet."""
         answer = self._parser.gets()
         if isinstance(answer, ResponseError):
-            try:
-                raise answer
-            finally:
-                # As redis-py: the frame would keep those below it, and their locks, alive.
-                del answer
+            raise answer
         return answer
 
 
