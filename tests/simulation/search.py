@@ -8,7 +8,7 @@ import multiprocessing
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from tests.protections.listed import Protection
@@ -50,13 +50,11 @@ def search(first: int, count: int, jobs: int, most: int) -> Iterator[tuple[int, 
 
     Of each CHUNK, no seed is run after *most* were found: a mistake may make schedules that take a minute.
     """
-    ready = [
-        (at, min(CHUNK, first + count - at), most) for at in range(first, first + count, CHUNK)
-    ]
+    ready = [(at, min(CHUNK, first + count - at)) for at in range(first, first + count, CHUNK)]
     context = multiprocessing.get_context("spawn")
     done = 0
     with context.Pool(jobs, _begin, maxtasksperchild=20) as pool:
-        for found in pool.imap(_broken, ready):
+        for found in pool.imap(partial(_broken, most), ready):
             done = min(done + CHUNK, count)
             yield done, found
 
@@ -68,10 +66,9 @@ def _begin() -> None:
     settle()
 
 
-def _broken(chunk: tuple[int, int, int]) -> list[int]:
-    first, count, most = chunk
-    seeds = range(first, first + count)
-    found = (seed for seed in seeds if outcome(plan_of(seed))[0] is not None)
+def _broken(most: int, chunk: tuple[int, int]) -> list[int]:
+    first, count = chunk
+    found = (seed for seed in range(first, first + count) if outcome(plan_of(seed))[0] is not None)
     return [*itertools.islice(found, most)]
 
 
