@@ -61,17 +61,28 @@ def get_or_compute(
         if old := entry.instead(copy, problem):
             return old[0]
     try:
-        latest: tuple[_T, float] | None = _known(entry.cache.get(key))
-        if fresh := _fresh(latest):  # somebody has just computed it
-            return fresh[0]
-        value = compute()
-        if lease is None or lease.held:
-            entry.cache.set(key, *entry.to_store(value))
-        return value
+        return _computed(entry, key, compute, lease)
     finally:
         if lease is not None:
-            with noted(lease):
+            entries = lease.entries
+            try:
                 lease.give_back_now()  # the value is in the cache, whatever transaction is open
+            except LockError as problem:
+                lease.warn_of(problem)
+            except BaseException:
+                lease.finish_leaving(entries)
+                raise
+
+
+def _computed(entry: _Entry, key: str, compute: Callable[[], _T], lease: Lease | None) -> _T:
+    """Return the new value, and store it unless *lease* was lost meanwhile."""
+    latest: tuple[_T, float] | None = _known(entry.cache.get(key))
+    if fresh := _fresh(latest):  # somebody has just computed it
+        return fresh[0]
+    value = compute()
+    if lease is None or lease.held:
+        entry.cache.set(key, *entry.to_store(value))
+    return value
 
 
 async def aget_or_compute(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from django_distlock import (
 from django_distlock.contrib.cache import aget_or_compute, get_or_compute
 from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
 from tests.fixtures.eventually import eventually
+from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.processes import Spawn
 
 from .aliases import DOWN
@@ -215,6 +218,25 @@ def test_or_each_caller_computes_if_that_is_said(get: Get, key: str) -> None:
     assert get(unwanted, using="down") == "new"
     caches[CACHE].delete(key)
     assert get(using="down", if_down="compute") == "new"
+
+
+def test_an_exception_at_any_step_of_the_release_goes_up_and_leaves_the_lock_free(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", id)  # finalizers drop what they raise
+
+    def calls_until(number: int) -> int:
+        with ExitStack() as stack, suppress(TimeLimit):
+            step = StopAt(number)
+            compute = lambda: bool(stack.enter_context(step))  # noqa: E731
+            get_or_compute(key, compute, timeout=60, stale=0, cache=CACHE, using=USING)
+        caches[CACHE].delete(key)
+        return step.calls
+
+    for number in range(1, calls_until(0)):
+        calls_until(number)
+        with lock(name_of(key), using=USING, timeout=6):
+            pass
 
 
 def test_a_lost_lock_keeps_the_value_out_of_the_cache_and_not_from_the_caller(
