@@ -595,6 +595,7 @@ class Holding:
         except BaseException:
             # An asynchronous exception: notify waiters and the registry all the same.
             if self._state not in NOT_ENDED:
+                self.caller = None  # this thread may wait for the lock: it does not wait for itself
                 background.at(clock.lease_time(), self._leave_all)
             raise
         if is_news and state is State.LOST:
