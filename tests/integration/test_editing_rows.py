@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.apps import apps
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
-from django.db import connections
+from django.core.files.base import ContentFile
+from django.db import connections, models
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
-from django.urls import reverse
+from django.test.utils import CaptureQueriesContext, isolate_apps
+from django.urls import path, reverse
 
 from django_distlock.contrib import editing
+from django_distlock.contrib.editing.admin import EditLockMixin
 from testproject.models import Account, Fee
 from testproject.services import open_account
 
@@ -36,6 +43,38 @@ from .test_editing import (
 __all__ = ["account", "ada", "bob", "chief", "site"]
 
 LIST = "admin:testproject_account_changelist"
+
+with isolate_apps("testproject"):
+
+    class Scan(models.Model):  # noqa: DJ008 - nobody reads it
+        """A row with a file."""
+
+        name = models.CharField(max_length=100)
+        file = models.FileField(blank=True)
+
+        class Meta:
+            app_label = "testproject"
+
+
+class ScanAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
+    list_display = ("pk", "name", "file")
+    list_editable = ("name", "file")
+    ordering = ("pk",)
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Iterator[Any]:
+    """The rows of Scan, in a table of their own, which the admin serves."""
+    monkeypatch.setitem(apps.all_models["testproject"], "scan", Scan)
+    site = admin.AdminSite()
+    site.register(Scan, ScanAdmin)
+    settings.ROOT_URLCONF = (path("admin/", site.urls),)
+    settings.MEDIA_ROOT = tmp_path
+    with connections["default"].schema_editor() as editor:
+        editor.create_model(Scan)
+    yield models.QuerySet(Scan)
+    with connections["default"].schema_editor() as editor:
+        editor.delete_model(Scan)
 
 
 @pytest.fixture
@@ -125,6 +164,24 @@ def test_the_list_saves_what_was_typed_and_only_over_what_it_had_shown(
     other.refresh_from_db()
     assert (account.name, account.balance, other.name) == ("typed", Decimal(8), "newest")
     assert ada.post(changelist, {**opened, typed: "typed"}).status_code == 302
+
+
+def test_the_list_saves_a_file_and_no_row_that_was_left_as_it_is(scans: Any, boss: Client) -> None:
+    rows = [scans.create(name=name, file=file) for name, file in [("a", "a.txt"), ("b", "")]]
+    edited = scans.create(name="c", file="c.txt")
+    other = Client()
+    other.force_login(User.objects.create_superuser(uuid.uuid4().hex))
+    other.get(reverse("admin:testproject_scan_change", args=[edited.pk]))
+    changelist = reverse("admin:testproject_scan_changelist")
+    opened = {**fields_of(boss.get(changelist)), "_save": "Save"}
+    files = {f"form-{row}-file": ContentFile(b"new", f"new-{row}.txt") for row in (0, 1)}
+
+    assert boss.post(changelist, {**opened, **files, "form-0-name": "typed"}).status_code == 302
+
+    found = [*scans.order_by("pk").values_list("name", "file")]
+    assert found == [("typed", "new-0.txt"), ("b", "new-1.txt"), ("c", "c.txt")]
+    logged = LogEntry.objects.filter(content_type__model="scan").order_by("object_id")
+    assert [entry.object_id for entry in logged] == [str(row.pk) for row in rows]
 
 
 def test_rights_are_asked_again_when_a_page_renews_its_lock(account: Account, ada: Client) -> None:

@@ -16,6 +16,7 @@ from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import NestedObjects, unquote
 from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - as Django's
 from django.db import router, transaction
+from django.forms import FileField
 from django.urls import path, reverse
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
@@ -183,6 +184,8 @@ class EditLockMixin(_Admin):
         formset.form = _checked(formset.form, problems)
         formset.form.base_fields = deepcopy(formset.form.base_fields)
         for field in formset.form.base_fields.values():
+            if isinstance(field, FileField):
+                continue  # it has no text to compare, and a row keeps its file unless a new one is sent
             # The list also sends the values that it showed; browsers must not restore old text over newer values.
             field.show_hidden_initial = True
             field.widget.attrs["autocomplete"] = "off"
@@ -287,6 +290,8 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
 def _is_stale(form: Any, name: str) -> bool:
     """Return True if the field now has neither the value that the list showed nor the sent value."""
     field, now = form.fields[name], form.get_initial_for_field(form.fields[name], name)
+    if not field.show_hidden_initial:
+        return False
     widget, key = field.hidden_widget(), form.add_initial_prefix(name)
     shown = widget.value_from_datadict(form.data, form.files, key)
     return bool(field.has_changed(now, shown) and field.has_changed(now, form[name].data))
