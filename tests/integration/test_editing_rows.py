@@ -24,7 +24,7 @@ from django_distlock.contrib.editing.admin import EditLockMixin
 from testproject.models import Account, Fee
 from testproject.services import open_account
 
-from .edit_site import fields_of
+from .edit_site import AccountAdmin, fields_of
 from .staff import client_of
 from .test_editing import (
     EDITOR,
@@ -204,6 +204,18 @@ def test_rights_are_asked_again_when_a_lock_is_taken_over(
     ada.get(page_of(account))
     shown = fields_of(chief.get(page_of(account)))
     take_away(chief, "take_over_methodlock")
+
+    ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
+
+    assert f"{name_of(ada)}" in held(account)[0].holder.purpose
+
+
+def test_nobody_takes_over_what_is_hidden_from_him_by_now(
+    account: Account, ada: Client, chief: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada.get(page_of(account))
+    shown = fields_of(chief.get(page_of(account)))
+    monkeypatch.setattr(AccountAdmin, "get_queryset", lambda *_: Account.objects.none())
 
     ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
 

@@ -542,7 +542,8 @@ def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]
     edit, told = make(request, ticket), {}
     try:
         if what == "take-over":
-            edit.take_over(request.POST.get(TAKE_OVER, ""))
+            if not edit.is_refused:
+                edit.take_over(request.POST.get(TAKE_OVER, ""))
         else:
             told = _told(edit, what)
     except LockBackendError:
