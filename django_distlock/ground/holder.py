@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from asyncio import _get_running_loop
@@ -19,6 +20,10 @@ from .naming import MOST_PLACES, printable
 _LONGEST = 110
 #: How many holders a thread caches, one for each purpose.
 _KNOWN = 64
+#: A character outside ASCII, as the texts of a holder have it; the last one of a text that was cut may not be whole.
+_ESCAPED = re.compile(
+    r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5})|[xuU]?[0-9a-f]*(?=\.\.\.$))"
+)
 #: Characters of a task's id that are not percent-encoded, beside letters and digits.
 _AS_IT_IS = " !\"#$&'()*+,/:;<=>?@\\^`{|}"
 _HOST = socket.gethostname()[:_LONGEST]
@@ -112,6 +117,15 @@ def task_text(name: str, task_id: str | None) -> str:
     ending = _short(f"[{told}]") if told else ""
     # A long name must not push an id out.
     return _short(name)[: _LONGEST - len(ending)] + ending
+
+
+def unescaped(text: str) -> str:
+    """Return *text*, a part of a holder, with its characters outside ASCII, unless these are not printable."""
+
+    def character(found: re.Match[str]) -> str:
+        return chr(int(found[found.lastindex], 16)) if found.lastindex else ""
+
+    return printable(_ESCAPED.sub(character, text))
 
 
 def _forget_parent() -> None:

@@ -242,3 +242,20 @@ def test_what_is_edited_is_not_deleted_with_something_else(account: Account, ada
 
     assert f"Being edited by {name_of(boss)}" in page.content.decode()
     assert Fee.objects.filter(pk=fee.pk).exists()
+
+
+def test_editors_are_called_by_their_names_in_any_script(account: Account, bob: Client) -> None:
+    for name, told in (
+        ("Jürgen Müller", "Jürgen Müller"),
+        ("山田 太郎", "山田 太郎"),
+        ("Ю. Константинопольский", "Ю. Константинопол..."),
+        ("Ana\u202e", "Ana\\u202e"),
+    ):
+        editor = client_of(*EDITOR)
+        User.objects.filter(username=name_of(editor)).update(first_name=name)
+        editor.get(page_of(account))
+
+        shown = bob.get(page_of(account)).content.decode()
+
+        assert f"Being edited by {told} since " in shown
+        ask(editor, fields_of(editor.get(page_of(account))), "leave")

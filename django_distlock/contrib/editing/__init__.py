@@ -35,7 +35,7 @@ from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Held, LockState, Secret, State
 from django_distlock.exceptions import LockBackendError, LockLost, LockNotAcquired, NotSupported
 from django_distlock.ground import clock
-from django_distlock.ground.holder import Holder
+from django_distlock.ground.holder import Holder, unescaped
 from django_distlock.ground.naming import warn
 from django_distlock.ground.objects import object_name
 from django_distlock.handler import locks
@@ -437,7 +437,7 @@ def _editor(held: Held, me: str) -> Editor:
         name = holder.purpose  # anonymous users do not see host and process
     else:
         name = str(held.holder or "")
-    return Editor(held, name or _("somebody"), nonce, is_me=user == me)
+    return Editor(held, unescaped(name) or _("somebody"), nonce, is_me=user == me)
 
 
 def edit_lock(
