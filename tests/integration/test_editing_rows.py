@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +210,18 @@ def test_rights_are_asked_again_when_a_lock_is_taken_over(
     ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
 
     assert f"{name_of(ada)}" in held(account)[0].holder.purpose
+
+
+def test_a_ticket_lives_on_with_a_session_that_each_request_extends(
+    account: Account, ada: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.SESSION_SAVE_EVERY_REQUEST = True
+    opened = fields_of(ada.get(page_of(account)))
+    later = time.time() + settings.SESSION_COOKIE_AGE + 1
+    monkeypatch.setattr("django.core.signing.time", SimpleNamespace(time=lambda: later))
+
+    assert ask(ada, opened, "renew").json() == {"state": "held"}
+    assert ada.post(page_of(account), {**opened, "name": "Lovelace"}).status_code == 302
 
 
 def test_nobody_takes_over_what_is_hidden_from_him_by_now(

@@ -109,9 +109,11 @@ class Ticket:
 def read_ticket(request: HttpRequest) -> Ticket | None:
     """Return the ticket that a page has sent; None if it is missing or not valid.
 
-    A ticket is valid for SESSION_COOKIE_AGE seconds, one user and one release of this package.
+    A ticket is valid for one user and one release of this package, and for SESSION_COOKIE_AGE seconds, unless each
+    request extends the session.
     """
-    text, age = request.POST.get(FIELD, ""), settings.SESSION_COOKIE_AGE
+    text = request.POST.get(FIELD, "")
+    age = None if settings.SESSION_SAVE_EVERY_REQUEST else settings.SESSION_COOKIE_AGE
     try:
         ticket = Ticket(**signing.loads(text, salt=SALT, max_age=age))
     except (signing.BadSignature, UnicodeError, TypeError):
