@@ -151,7 +151,9 @@ def add_question(parser: ArgumentParser) -> None:
 
 def check_can_ask(options: dict[str, Any]) -> None:
     """Raise CommandError if the command cannot ask, and --yes was not given."""
-    if not options["yes"] and (options["json"] or not sys.stdin.isatty()):
+    # Python has no stdin if it was closed, as by <&- in a shell.
+    can_ask = sys.stdin is not None and sys.stdin.isatty()
+    if not options["yes"] and (options["json"] or not can_ask):
         text = _("Nobody can be asked here: add --yes.")
         raise CommandError(text, returncode=WRONG_ARGUMENTS)
 

@@ -319,9 +319,14 @@ def release_at_a_terminal(name: str, answer: str) -> None:
     call_command("release_lock", name)
 
 
-def test_it_does_not_ask_where_nobody_answers(name: str) -> None:
+@pytest.mark.parametrize("options", [["--json"], []], ids=["for a program", "without stdin"])
+def test_it_does_not_ask_where_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # Python's value if it was closed, as by <&-
+
     with pytest.raises(CommandError, match=r"^Nobody can be asked here: add --yes\.$") as refused:
-        call_command("release_lock", name, "--json")
+        call_command("release_lock", name, *options)
 
     assert refused.value.returncode == WRONG_ARGUMENTS
 
