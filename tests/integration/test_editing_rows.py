@@ -168,6 +168,21 @@ def test_the_list_saves_what_was_typed_and_only_over_what_it_had_shown(
     assert ada.post(changelist, {**opened, typed: "typed"}).status_code == 302
 
 
+def test_the_list_saves_over_text_that_a_browser_does_not_send_as_it_is(
+    account: Account, ada: Client
+) -> None:
+    Account.objects.exclude(pk=account.pk).delete()
+    for stored in (" Ada ", "Ada\nLovelace"):
+        Account.objects.filter(pk=account.pk).update(name=stored)
+        opened = {**fields_of(ada.get(reverse(LIST))), "_save": "Save"}
+        opened["initial-form-0-name"] = stored.replace("\n", "\r\n")
+
+        assert ada.post(reverse(LIST), {**opened, "form-0-name": "typed"}).status_code == 302
+
+        account.refresh_from_db()
+        assert account.name == "typed"
+
+
 def test_the_list_saves_a_file_and_no_row_that_was_left_as_it_is(scans: Any, boss: Client) -> None:
     rows = [scans.create(name=name, file=file) for name, file in [("a", "a.txt"), ("b", "")]]
     edited = scans.create(name="c", file="c.txt")

@@ -294,7 +294,13 @@ def _is_stale(form: Any, name: str) -> bool:
         return False
     widget, key = field.hidden_widget(), form.add_initial_prefix(name)
     shown = widget.value_from_datadict(form.data, form.files, key)
-    return bool(field.has_changed(now, shown) and field.has_changed(now, form[name].data))
+    now, shown, sent = map(_as_sent, (now, shown, form[name].data))
+    return bool(field.has_changed(now, shown) and field.has_changed(now, sent))
+
+
+def _as_sent(value: Any) -> Any:
+    """Return a text without the changes that browsers and fields make: in line breaks, and in the spaces around it."""
+    return value.replace("\r\n", "\n").strip() if isinstance(value, str) else value
 
 
 def _parts_of(formsets: Iterable[Any]) -> Iterator[Part]:
