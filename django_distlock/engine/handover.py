@@ -55,8 +55,16 @@ def detaching(lease: Holding, ttl: float | timedelta | None) -> Steps[list[Reque
         raise NotSupported(lease.using, "detach()", instead)
     own_ttl = lease.request.ttl
     yield from lease.extending(ttl)
-    if not lease.end(State.DETACHED):
-        raise LockLost(lease.name, lease.reason)
+    try:
+        if lease.end(State.DETACHED):
+            return _text_of(lease, own_ttl)
+    except BaseException:
+        lease.backend.abandon_later(lease.request)  # nobody gets the text
+        raise
+    raise LockLost(lease.name, lease.reason)
+
+
+def _text_of(lease: Holding, own_ttl: float) -> str:
     request = lease.request
     known = {
         "renew": lease.renews,
@@ -113,11 +121,11 @@ def attaching(make: Callable[..., _Held], text: str, purpose: str) -> Steps[Take
     try:
         registry.add(lease)
         is_ours = yield TakeOver(backend, request, former)
+        if is_ours and registry.grant(lease, Grant(token), start):
+            note_held_here(lease.using, request.lock_key, lease.ref)
+            return lease
     except BaseException:
         lease.end(State.RELEASED, frees=True)
         raise
-    if is_ours and registry.grant(lease, Grant(token), start):
-        note_held_here(lease.using, request.lock_key, lease.ref)
-        return lease
     lease.end(State.RELEASED)
     raise LockLost(name, "it had ended, or was attached elsewhere, before")

@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
+from django_distlock import (
+    Lease,
+    Lock,
+    LockBackendError,
+    LockDeadlock,
+    LockNotHeld,
+    lock,
+    lock_all,
+)
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import State
 from tests.fixtures.eventually import eventually
@@ -288,6 +296,41 @@ async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[obj
             step.__enter__()
     finally:
         sys.setprofile(None)
+
+
+@needs("typical", "detach")
+@pytest.mark.parametrize("verb", ["detach", "attach"])
+def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
+    using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", id)  # what finalizers raise goes up nowhere
+
+    def calls_until(number: int, each: str) -> int:
+        lease, step = lock(each, using=using).acquire(), StopAt(number)
+        assert lease
+        if verb == "detach":
+            with suppress(TimeLimit), lease:
+                with step:
+                    text = lease.detach()
+                Lease.attach(text).release()
+        else:
+            text = lease.detach()
+            with suppress(TimeLimit), step:
+                lease = Lease.attach(text)
+            with suppress(LockNotHeld):  # if the exception came before the request
+                Lease.attach(text).release()
+        if lease.held:
+            lease.release()
+        return step.calls
+
+    steps = range(1, min(calls_until(0, f"{name}:{turn}") for turn in range(3)))
+    for number in steps:
+        calls_until(number, f"{name}:at:{number}")
+
+    for number in steps:
+        other = rival(of=f"{name}:at:{number}")
+        other.takes(within=SOON)
+        other.leaves()
 
 
 class InterruptAt:
