@@ -21,6 +21,7 @@ from kombu.exceptions import OperationalError
 from django_distlock.conf import DEFAULT_ALIAS, LEAST_TTL
 from django_distlock.engine.handover import hand_over
 from django_distlock.engine.lease import Lease
+from django_distlock.engine.registry import registry
 from django_distlock.exceptions import LockBackendError, LockError, LockLost, LockNotAcquired
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder, task_text
@@ -166,18 +167,21 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         request, text, name, first = self.request, "", "", None
         is_function = request.called_directly or request.get("distlock_name")  # by its own body
         if not is_function:
-            text, name, first = unpacked((request.headers or {}).pop(HEADER, ""))
+            text, name, first = unpacked((request.headers or {}).get(HEADER, ""))
         lock = Lock(name or self.once.name_for(args, kwargs), **self.once.terms(self.name))
         body = self.once.body_lock(lock)
         if is_function:
             with nullcontext() if body is None else body.take(0):
                 return super().__call__(*args, **kwargs)
         request.distlock_name, request.distlock_first = lock.name, first
-        arrived = request.distlock_lease = self._arrive(lock, text)
+        arrived = self._arrive(lock, text)
         adopt(arrived, lock)
         self._put_off(lock.name, first)
         lease = arrived if body is lock else self._begin(arrived, body)
         request.distlock_lease, request.distlock_first = lease, None
+        if lease is not None and len(lease.entries) == 1:
+            # Its finalizer releases it if a soft time limit comes as _release() begins, which Celery only logs.
+            registry.let_go(lease)
         try:
             result = super().__call__(*args, **kwargs)
         except BaseException as error:
@@ -290,7 +294,9 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         request = self.request
         if text:
             with unless_ended(lock, text):
-                return Lease.attach(text, lock.terms.purpose)
+                request.headers.pop(HEADER)
+                lease = request.distlock_lease = Lease.attach(text, lock.terms.purpose)
+                return lease
         # The message waited for longer than its lease, is a second copy, or was sent without a lease.
         try:
             lease = request.distlock_lease = lock.take(0)
@@ -321,7 +327,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         request, held = self.request, None
         if body is not None:
             try:
-                held = body.take(0)
+                held = request.distlock_body = body.take(0)
             except LockNotAcquired as busy:
                 if request.is_eager:
                     raise
@@ -395,10 +401,11 @@ def _give_way(name: str) -> None:
 @task_postrun.connect  # type: ignore[untyped-decorator]  # as above
 def _release(task: Any, **_: Never) -> None:
     """Release the lease of a unique task that has ended, after its result or error is stored."""
-    if lease := task.request.get("distlock_lease"):
-        lease.leave(Ignore())  # a failed release can only be logged
-    elif isinstance(task, UniqueTask):
-        _free_message(task.request)  # before_start() has failed
+    lease, body = task.request.get("distlock_lease"), task.request.get("distlock_body")
+    for held in filter(None, (lease, body)):
+        held.leave(Ignore())  # a failed release can only be logged
+    if lease is None and isinstance(task, UniqueTask):
+        _free_message(task.request)  # before_start() has failed, or a soft time limit came first
 
 
 @task_revoked.connect  # type: ignore[untyped-decorator]  # as above

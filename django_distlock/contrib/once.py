@@ -344,7 +344,7 @@ def free_text(text: str) -> None:
     try:
         _release(text)
     except LockBackendError as problem:
-        _release_later(text, problem)
+        _release_later(text, problem.alias)
 
 
 def _release(text: str) -> None:
@@ -352,8 +352,8 @@ def _release(text: str) -> None:
         Lease.attach(text).release()
 
 
-def _release_later(text: str, problem: LockBackendError) -> None:
-    until_done(problem.alias, partial(_release, text), clock.lease_time() + LEASE)
+def _release_later(text: str, alias: str) -> None:
+    until_done(alias, partial(_release, text), clock.lease_time() + LEASE)
 
 
 def refuse_event_loop(using: str, instead: str) -> None:
@@ -374,10 +374,6 @@ def unless_ended(lock: Lock, text: str) -> Iterator[None]:
         yield
     except LockLost:
         pass
-    except LockBackendError as problem:
-        # The task fails, and must not keep the name until the lease of its message has ended.
-        _release_later(text, problem)
-        raise
     except BadSignature:
         warn(
             "%s brought a lease of lock %s that cannot be read, and counts as ended:"
@@ -387,6 +383,10 @@ def unless_ended(lock: Lock, text: str) -> Iterator[None]:
             name=lock.name,
             using=lock.terms.using,
         )
+    except BaseException:
+        # The task fails, and must not keep the name until the lease of its message has ended.
+        _release_later(text, lock.terms.using)
+        raise
 
 
 def adopt(lease: Lease, lock: Lock) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,7 @@ from django_distlock.signals import lock_acquired, lock_busy
 from testproject.celery import app
 from tests.fixtures.celery_worker import close_results
 from tests.fixtures.eventually import eventually, never
+from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.launch import send
 from tests.integration import unique_tasks, worker_tasks
 from tests.integration.celery_tasks import Diary
@@ -537,6 +541,32 @@ def test_a_worker_that_is_shut_down_leaves_nothing(
 
     eventually(lambda: is_free(diary), LEASE + 1)
     assert not diary.read() or number != signal.SIGTERM or events(diary) == ["began", "ended"]
+
+
+@pytest.mark.parametrize("name", ["brief", "brief_again"])
+def test_a_soft_time_limit_at_any_step_frees_the_name_at_once(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", id)  # finalizers drop what they raise
+    # Its records, which pytest keeps, have the frames.
+    monkeypatch.setattr(logging.getLogger("celery.utils.dispatch.signal"), "disabled", True)
+
+    def calls_until(number: int) -> int:
+        page = f"{diary.page}:{number}"
+        lease = lock(f"once:{page}", using="redis").acquire()
+        assert lease
+        request = {"id": uuid(), "headers": handover(lease, ttl=60)}
+        with suppress(TimeLimit), StopAt(number) as step:
+            trace_task(getattr(unique_tasks, name), request["id"], [page], {}, request, app=app)
+        return step.calls
+
+    steps = range(calls_until(0))
+    for number in steps[1:]:
+        calls_until(number)
+
+    of_pages = [f"once:{diary.page}:{number}" for number in steps]
+    locks_ = [lock(each + end, using="redis") for each in of_pages for end in ("", ":running")]
+    eventually(lambda: not any(each.locked() for each in locks_), 6)
 
 
 # Steps of a workflow, which others wait for.

@@ -40,6 +40,14 @@ def free_at_start(page: str) -> str:
     return body(page)
 
 
+@unique(lease=60)
+def brief(page: str) -> None: ...
+
+
+@unique(lease=60, again=True)
+def brief_again(page: str) -> None: ...
+
+
 @unique(autoretry_for=(Again,), default_retry_delay=1)
 def retried_by_itself(page: str) -> str:
     diary = Diary(page)
