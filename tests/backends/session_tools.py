@@ -91,7 +91,8 @@ def hunt(database: str, name: str, waits: int) -> int:
     def work(site: str) -> int:
         hunter, number = backend(site), 0
         for _ in range(waits // 8):
-            request = hunter.request(name, ttl=60.0, holder=Holder.current())
+            each = random.choice([name, f"{name}:{random.random()}"])  # its row may be new
+            request = hunter.request(each, ttl=60.0, holder=Holder.current())
             answer = hunter.wait_for(request, random.uniform(0.001, 0.003))
             if isinstance(answer, Grant):
                 number += 1

@@ -116,6 +116,8 @@ def test_statements_of_databases(
     settings: Settings,
     sent: list[str],
 ) -> None:
+    if server == "mariadb" and os.environ.get("DISTLOCK_MYSQL_DRIVER") == "mysqlclient":
+        pytest.skip("what PyMySQL sends is noted")
     if server != "default":
         request.getfixturevalue(server)
     leases = {"locks": {**LEASES, "OPTIONS": {"using": server}}}

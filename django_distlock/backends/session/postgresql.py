@@ -212,24 +212,24 @@ class PostgreSQLRows(PostgreSQLSessions):
         self, session: DatabaseSession, patience: float, wait: Wait | None = None
     ) -> Grant | Busy | None:
         """Lock the row. SKIP LOCKED, because the server would log the error of a refused NOWAIT."""
-        how, limits, ends = "SKIP LOCKED", "", ""
-        if wait is not None:
-            limit = milliseconds(wait.left) or LONGEST
-            how, limits, ends = "", f"SET LOCAL statement_timeout = {limit};", f"; {_IS_LOCKED}"
+        how, limits, ends = ("SKIP LOCKED", "", "") if wait is None else _limited(wait)
         request, connection = session.request, session.connection
         if connection.distlock_limit != request.ttl:
             self.keep(session, request.ttl)
         mode = "share" if request.shared else "update"
         key = literal(request.key)
         begin = f"BEGIN; SET LOCAL application_name = '{session.label}'; {limits}"
+        look = f"ROLLBACK; EXECUTE distlock_row({key})"
         try:
             answer = session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key}){ends}")
             if answer.statusmessage == "SELECT 1":
                 return Grant(None)
+            # The limit counts until the ROLLBACK has ended.
+            row = session.execute(look).fetchone()
         except OperationalError as error:
             if wait is None or not is_limit_over(error, wait):
                 raise
-        row = session.execute(f"ROLLBACK; EXECUTE distlock_row({key})").fetchone()
+            row = session.execute(look).fetchone()
         return None if row is None else busy(Occupant.from_json(row[0]))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
@@ -342,6 +342,12 @@ def is_limit_over(error: Exception, wait: Wait) -> bool:
     """Return True if statement_timeout has ended *wait*, and not an operator, whose cancellation has the same *error*."""
     # A second left still counts, as the server's clock may be a little faster than ours.
     return sqlstate(error) == _QUERY_CANCELED and wait.left is not None and wait.left < 1
+
+
+def _limited(wait: Wait) -> tuple[str, str, str]:
+    """Return how rows are locked after *wait*, and the statements before and after that limit it."""
+    limit = milliseconds(wait.left) or LONGEST
+    return "", f"SET LOCAL statement_timeout = {limit};", f"; {_IS_LOCKED}"
 
 
 def literal(text: str) -> str:
