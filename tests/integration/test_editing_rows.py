@@ -53,6 +53,7 @@ with isolate_apps("testproject"):
 
         name = models.CharField(max_length=100)
         file = models.FileField(blank=True)
+        marks = models.JSONField(default=dict, blank=True)
 
         class Meta:
             app_label = "testproject"
@@ -75,6 +76,7 @@ def scans(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Ite
     with connections["default"].schema_editor() as editor:
         editor.create_model(Scan)
     yield models.QuerySet(Scan)
+    LogEntry.objects.filter(content_type__model="scan").delete()
     with connections["default"].schema_editor() as editor:
         editor.delete_model(Scan)
 
@@ -199,6 +201,20 @@ def test_the_list_saves_a_file_and_no_row_that_was_left_as_it_is(scans: Any, bos
     assert found == [("typed", "new-0.txt"), ("b", "new-1.txt"), ("c", "c.txt")]
     logged = LogEntry.objects.filter(content_type__model="scan").order_by("object_id")
     assert [entry.object_id for entry in logged] == [str(row.pk) for row in rows]
+
+
+def test_a_field_whose_default_is_a_function_is_compared(scans: Any, boss: Client) -> None:
+    row = scans.create(name="a", marks={"by": "Ada"})
+    url = reverse("admin:testproject_scan_change", args=[row.pk])
+    opened = fields_of(boss.get(url))
+    scans.update(marks={"by": "the import"})
+
+    page = boss.post(url, {**opened, "name": "typed"})
+
+    assert scans.get().marks == {"by": "the import"}
+    assert [part.label for part in page.context["distlock_edit"].changes] == ["Marks"]
+    assert boss.post(url, fields_of(page)).status_code == 302
+    assert scans.get().marks == {"by": "Ada"}
 
 
 def test_rights_are_asked_again_when_a_page_renews_its_lock(account: Account, ada: Client) -> None:

@@ -281,8 +281,9 @@ class EditLock:
         problems = [_("Not saved. %s") % self.editor.sentence] if self.editor else []
         parts = [*parts_of(form), *more]
         texts = {part.key: part.text for part in parts}
-        # A field that already has the sent value, such as after the first of two clicks, is no conflict.
-        same = form.fields.keys() - form.changed_data
+        # A field that already has the sent value, such as after the first of two clicks, is no conflict. Django's
+        # changed_data compares with the value that the page has shown, if the default of a field is a function.
+        same = {each.name for each in form if not each.field.has_changed(each.initial, each.data)}
         changed = self.changed(texts) - same
         self.changes = [part.with_shown() for part in parts if part.key in changed]
         if self.changes:
