@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -168,6 +169,21 @@ def test_the_list_saves_what_was_typed_and_only_over_what_it_had_shown(
     other.refresh_from_db()
     assert (account.name, account.balance, other.name) == ("typed", Decimal(8), "newest")
     assert ada.post(changelist, {**opened, typed: "typed"}).status_code == 302
+
+
+def test_a_list_is_shown_again_if_one_of_its_rows_was_deleted(
+    account: Account, ada: Client
+) -> None:
+    Account.objects.exclude(pk=account.pk).delete()
+    open_account("Bob", Decimal(1))
+    opened = {**fields_of(ada.get(reverse(LIST))), "_save": "Save"}
+    Account.objects.exclude(pk=account.pk).delete()
+    first, last = sorted(key for key in opened if re.fullmatch(r"form-\d-name", key))
+
+    page = ada.post(reverse(LIST), {**opened, first: "typed", last: "typed"})
+
+    assert [[*each] for each in page.context["cl"].formset.errors].count(["id"]) == 1
+    assert 'value="typed"' in page.content.decode()
 
 
 def test_the_list_saves_over_text_that_a_browser_does_not_send_as_it_is(

@@ -170,7 +170,8 @@ class EditLockMixin(_Admin):
         others = cache(partial(self._others, request))  # asked once for the whole list
 
         def problems(form: Any) -> Iterator[str]:
-            if not form.has_changed():
+            # Django itself reports a row that was deleted: the form has a new instance then.
+            if not form.has_changed() or form.instance._state.adding:  # noqa: SLF001 - documented
                 return
             edit = self._edit_lock(request, form.instance)
             if editor := others().get(edit.ticket.key):
