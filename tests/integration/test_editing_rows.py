@@ -55,6 +55,7 @@ with isolate_apps("testproject"):
         name = models.CharField(max_length=100)
         file = models.FileField(blank=True)
         marks = models.JSONField(default=dict, blank=True)
+        note = models.TextField(blank=True)
 
         class Meta:
             app_label = "testproject"
@@ -231,6 +232,26 @@ def test_a_field_whose_default_is_a_function_is_compared(scans: Any, boss: Clien
     assert [part.label for part in page.context["distlock_edit"].changes] == ["Marks"]
     assert boss.post(url, fields_of(page)).status_code == 302
     assert scans.get().marks == {"by": "Ada"}
+
+
+def test_a_field_that_the_page_did_not_have_is_not_emptied(
+    scans: Any, boss: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fixed(_self: Any, _request: Any, row: Any) -> list[str]:
+        return ["marks", *row.marks]
+
+    monkeypatch.setattr(ScanAdmin, "get_readonly_fields", fixed)
+    row = scans.create(name="a", marks=["note"], note="by Ada")
+    url = reverse("admin:testproject_scan_change", args=[row.pk])
+    opened = fields_of(boss.get(url))
+    scans.update(marks=[])
+
+    page = boss.post(url, {**opened, "name": "typed"})
+
+    assert scans.get().note == "by Ada"
+    assert [part.label for part in page.context["distlock_edit"].changes] == ["Note"]
+    assert boss.post(url, {**fields_of(page), "note": "typed"}).status_code == 302
+    assert scans.get().note == "typed"
 
 
 def test_rights_are_asked_again_when_a_page_renews_its_lock(account: Account, ada: Client) -> None:

@@ -284,7 +284,10 @@ class EditLock:
         # A field that already has the sent value, such as after the first of two clicks, is no conflict. Django's
         # changed_data compares with the value that the page has shown, if the default of a field is a function.
         same = {each.name for each in form if not each.field.has_changed(each.initial, each.data)}
-        changed = self.changed(texts) - same
+        # A field of the object that the page did not have, as it depends on the object, is not sent: it would be emptied.
+        seen = texts if self.ticket.seen is None else self.ticket.seen
+        unseen = model_to_dict(form.instance, form.fields).keys() - seen.keys()
+        changed = (self.changed(texts) | unseen) - same
         self.changes = [part.with_shown() for part in parts if part.key in changed]
         if self.changes:
             text = _(
