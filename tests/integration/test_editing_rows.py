@@ -304,6 +304,22 @@ def test_nobody_takes_over_what_is_hidden_from_him_by_now(
     assert f"{name_of(ada)}" in held(account)[0].holder.purpose
 
 
+def test_a_page_does_nothing_at_the_address_of_another_model(account: Account, ada: Client) -> None:
+    Fee.objects.create(pk=account.pk, account=account, amount=3)
+    other = client_of("view_account", "change_fee", "take_over_methodlock")
+    ada.get(page_of(account))
+    shown = fields_of(other.get(page_of(account)))
+    asked = {**shown, "distlock_take_over": held(account)[0].owner_digest}
+    address = reverse("admin:testproject_fee_edit_lock")
+
+    other.post(address, {**asked, "what": "take-over"})
+    assert name_of(ada) in held(account)[0].holder.purpose
+
+    ask(ada, fields_of(ada.get(page_of(account))), "leave")
+    assert other.post(address, {**asked, "what": "begin"}).json()["state"] == "refused"
+    assert held(account) == []
+
+
 def test_a_ticket_ends_with_its_session(account: Account, ada: Client, settings: Any) -> None:
     opened = fields_of(ada.get(page_of(account)))
     settings.SESSION_COOKIE_AGE = -1

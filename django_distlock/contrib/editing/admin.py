@@ -220,8 +220,10 @@ class EditLockMixin(_Admin):
         is_look = request.POST.get("what") == "look"
         may = self.has_view_or_change_permission if is_look else self.has_change_permission
         edit = self._edit_lock(request, obj, ticket)
-        # No *obj* but a row: get_object() hides the object from this user.
-        edit.is_refused = not may(request, obj) if obj is not None else edit.row() is not None
+        if obj is None:  # but a row: get_object() hides the object from this user
+            edit.is_refused = edit.row() is not None
+        else:  # the ticket may be of the admin of another model, which has other rights
+            edit.is_refused = lock_name(obj) != ticket.name or not may(request, obj)
         return edit
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
