@@ -363,7 +363,8 @@ def test_who_may_only_look_is_told_and_locks_nothing(account: Account, ada: Clie
     assert 'data-reading="yes"' in page.content.decode()
     assert ask(viewer, fields_of(page), "look").json()["state"] == "busy"
     ask(ada, fields_of(ada.get(page_of(account))), "leave")
-    assert ask(viewer, fields_of(page), "look").json()["state"] == "free"
+    told = ask(viewer, fields_of(page), "look").json()
+    assert told == {"state": "free", "message": ""}
 
 
 def test_what_is_edited_is_not_deleted(account: Account, ada: Client, bob: Client) -> None:

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, cast
 
 import pytest
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Permission, User
 from django.urls import reverse
 from selenium.webdriver.common.by import By
 
@@ -218,6 +218,20 @@ def test_text_that_the_browser_restores_is_old_text(
         assert "saved by Bob" in ada.find(".distlock-edit-changes").text
     account.refresh_from_db()
     assert account.name == "saved by Bob"
+
+
+def test_who_may_only_look_is_not_told_to_edit(editor: Start, account: Account) -> None:
+    ada, reader = editor("Ada"), editor("Reader")
+    User.objects.filter(pk=reader.user.pk).update(is_superuser=False)
+    reader.user.user_permissions.add(Permission.objects.get(codename="view_account"))
+    ada.edit(account)
+    reader.edit(account)
+    assert "Being edited by Ada" in reader.says()
+
+    ada.open("/")
+
+    eventually(lambda: "Ada" not in reader.says(), PATIENCE, "the reader is told")
+    assert reader.says() == ""
 
 
 def test_the_button_of_a_reader_takes_over_from_who_edits_by_now(

@@ -182,7 +182,7 @@ class EditLock:
 
     *editor*: the other holder; None if this page has the lock. *failed*: the lock server did not answer, so that
     anybody can edit. *changes*: the parts that others have changed since the form was opened. *is_read_only*: the
-    page was opened while somebody else edits the object.
+    page was opened while somebody else edits the object, or its user may only look.
     """
 
     request: HttpRequest
@@ -585,7 +585,7 @@ def _told(edit: EditLock, what: str | None) -> dict[str, str]:
 def _told_of_row(edit: EditLock, what: str | None) -> dict[str, str]:
     if what == "look":
         text = _("Nobody edits this any more: load the page again to edit it.")
-        return {"state": "free", "message": text}
+        return {"state": "free", "message": "" if edit.is_read_only else text}
     row = edit.row()
     if row is None:
         edit.release()

@@ -220,6 +220,7 @@ class EditLockMixin(_Admin):
         is_look = request.POST.get("what") == "look"
         may = self.has_view_or_change_permission if is_look else self.has_change_permission
         edit = self._edit_lock(request, obj, ticket)
+        edit.is_read_only = not self.has_change_permission(request, obj)
         if obj is None:  # but a row: get_object() hides the object from this user
             edit.is_refused = edit.row() is not None
         else:  # the ticket may be of the admin of another model, which has other rights

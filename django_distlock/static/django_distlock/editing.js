@@ -92,7 +92,7 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
             failures = 0;
             isOld = isOld || told.state === "changed";
             if (told.state !== "held") {
-                tell(told.message || box.dataset.refused, told.take_over || "");
+                tell(told.message ?? box.dataset.refused, told.take_over || "");
             } else if (!isOld) {
                 tell("", "");
             }
