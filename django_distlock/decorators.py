@@ -225,6 +225,8 @@ def _async(locked: _Locked) -> Callable[..., Any]:
             if isinstance(result, StreamingHttpResponse):
                 await lock.end_cancelling()
                 stack.pop_all()
+                # The registry then ends the lease if nobody closes the response.
+                lock.keep_acquired(lease)
                 # The event loop may close the response, and release() would block the loop.
                 hold_until_closed(result, lease, lease.give_back_later)
             return result

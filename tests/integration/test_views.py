@@ -14,6 +14,7 @@ from django.test import AsyncClient, Client
 from django.urls import include, path, reverse
 from django.utils.decorators import method_decorator
 from django.views import View
+from pytest_django.fixtures import Settings
 from rest_framework.decorators import api_view
 from rest_framework.request import Request
 
@@ -137,7 +138,12 @@ async def async_stream(request: HttpRequest) -> StreamingHttpResponse:
         yield "one\n"
         yield "two\n"
 
-    return StreamingHttpResponse(lines())
+    return StreamingHttpResponse(lines(), headers={"ETag": '"one"'})
+
+
+@distributed_lock(NAME)
+def stream(request: HttpRequest) -> StreamingHttpResponse:
+    return StreamingHttpResponse(["one\n", "two\n"], headers={"ETag": '"one"'})
 
 
 def told() -> str:
@@ -178,6 +184,7 @@ urlpatterns = [
     path("async/", async_view),
     path("async-dispatch/", AsyncDispatch.as_view()),
     path("async-stream/", async_stream),
+    path("stream/", stream),
     path("locking/", stream_that_locks),
 ]
 pytestmark = pytest.mark.urls(__name__)
@@ -416,6 +423,16 @@ async def test_an_async_stream_holds_the_lock_until_its_last_line(
     assert isinstance(answer, StreamingHttpResponse)
     assert [line async for line in answer] == [b"one\n", b"two\n"]
     assert not await lock(NAME).alocked()
+
+
+@pytest.mark.parametrize("url", ["/stream/", "/async-stream/"])
+def test_a_stream_that_a_middleware_replaces_releases_the_lock(
+    client: Client, settings: Settings, url: str
+) -> None:
+    settings.MIDDLEWARE = ["django.middleware.http.ConditionalGetMiddleware"]
+
+    assert client.get(url, headers={"if-none-match": '"one"'}).status_code == 304
+    assert eventually(lambda: not lock(NAME).locked())
 
 
 def test_the_body_of_a_stream_holds_the_lock_of_its_view(client: Client) -> None:
