@@ -69,9 +69,15 @@ class LockCommand(BaseCommand):
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except BrokenPipeError:
-            # The reader has closed the pipe. Python flushes stdout once more at its exit, which must not fail.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(NOT_READ)
+            try:
+                # Fails again if stdout is the broken pipe; otherwise the work, such as a migration, had one of its own.
+                self.stdout.write()
+                self.stdout.flush()
+            except BrokenPipeError:
+                # The reader has closed stdout. Python flushes it once more at its exit, which must not fail.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(NOT_READ)
+            raise
 
     def execute(self, *args: Any, **options: Any) -> str | None:
         # call_command() passes its keyword arguments unchanged: convert them as those from a shell.

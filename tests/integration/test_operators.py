@@ -23,6 +23,7 @@ from django_distlock.management.base import (
     NO_SERVER,
     NOT_READ,
     WRONG_ARGUMENTS,
+    LockCommand,
     duration,
     patience,
 )
@@ -310,6 +311,15 @@ def test_a_command_whose_reader_has_gone_ends_as_in_a_shell(
             ListLocks().run_from_argv(["manage.py", "list_locks", f"--using={using}"])
 
     assert not_read.value.code == NOT_READ
+
+
+def test_a_broken_pipe_of_the_work_is_raised() -> None:
+    class Work(LockCommand):
+        def handle(self, *args: Any, **options: Any) -> None:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        Work().run_from_argv(["manage.py", "migrate_locked"])
 
 
 def release_at_a_terminal(name: str, answer: str) -> None:
