@@ -242,9 +242,15 @@ def _key_prefix(where: str, value: object) -> str | Callable[[], str]:
     return found  # type: ignore[no-any-return]
 
 
+def shown_alias(name: str) -> str:
+    """Return *name*, which is no alias, for an error: a URL may have a password."""
+    return "a URL" if "://" in name else repr(name)
+
+
 def _of_type(what: str, value: object, kind: type[Any], *, shown: bool = True) -> Any:
     """Return *value* if it is a *kind*; otherwise raise TypeError, which shows a secret by its class only."""
     if isinstance(value, kind):
         return value
-    given = repr(value) if shown else type(value).__name__
+    # In the place of a dict, people write URLs with passwords.
+    given = repr(value) if shown and kind is not dict else type(value).__name__
     raise TypeError(f"{what} must be a {kind.__name__}, not {given}.")

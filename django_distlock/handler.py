@@ -169,6 +169,9 @@ def make_backend(found: BackendSettings) -> BaseLockBackend:
     """Return a new backend for *found*; InvalidLockBackend names the alias and the problem."""
     where = f"DISTLOCK[{found.alias!r}]"
     named = f"{where}: BACKEND {found.backend!r}"
+    if "://" in found.backend:  # not shown: it may have a password
+        msg = f"{where}: BACKEND is the dotted path of a class; write the URL in place of the dict."
+        raise InvalidLockBackend(msg)
     try:
         backend = import_string(found.backend)
     except ImportError as error:

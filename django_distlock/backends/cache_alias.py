@@ -13,7 +13,7 @@ from django.core.cache import DEFAULT_CACHE_ALIAS, BaseCache, caches
 from django.core.checks import CheckMessage, Warning as CheckWarning
 from django.utils.module_loading import import_string
 
-from django_distlock.conf import BackendSettings
+from django_distlock.conf import BackendSettings, shown_alias
 from django_distlock.engine.values import Busy, Recent, Secret
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import InvalidLockBackend
@@ -94,7 +94,7 @@ def cache_class(name: object) -> type[BaseCache]:
     if not isinstance(name, str):
         raise TypeError(f"'cache' must be a str, not {name!r}.")
     if name not in caches.settings:
-        msg = f"'cache' names {name!r}, but CACHES has {', '.join(map(repr, caches.settings))}."
+        msg = f"'cache' names {shown_alias(name)}, but CACHES has {', '.join(map(repr, caches.settings))}."
         raise ValueError(msg)
     path = caches.settings[name]["BACKEND"]
     try:

@@ -163,6 +163,28 @@ def test_one_url_in_the_place_of_the_aliases_is_told_what_is_right(settings: Set
     assert "secret" not in str(raised.value)
 
 
+URL = "redis://:secret@cache"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"BACKEND": URL},
+        {"OPTIONS": URL},
+        {"TEST": URL},
+        {"TEST": {"OPTIONS": URL}},
+        {"OPTIONS": {"using": URL}},
+        {"BACKEND": f"{OF}cache.CacheBackend", "OPTIONS": {"cache": URL}},
+    ],
+    ids=str,
+)
+def test_one_in_a_wrong_place_shows_no_password(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidLockBackend) as raised:
+        make_backend(read_alias("a", values))
+
+    assert "secret" not in f"{raised.value} {raised.value.__cause__!r}"
+
+
 def test_the_options_of_redis_are_those_of_its_backend() -> None:
     assert {option.name for option in fields(RedisSettings)} == addresses.REDIS_OPTIONS
 

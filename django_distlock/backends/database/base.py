@@ -66,7 +66,7 @@ class ConnectionOptions:
     def __post_init__(self) -> None:
         conf.check_values(self)
         if self.using not in connections.settings:
-            msg = f"'using' names {self.using!r}, but DATABASES has {', '.join(map(repr, connections.settings))}."
+            msg = f"'using' names {conf.shown_alias(self.using)}, but DATABASES has {', '.join(map(repr, connections.settings))}."
             raise ValueError(msg)
         limit = self.max_connections
         if type(limit) is not int or limit < 1:
