@@ -503,8 +503,12 @@ def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]
 
 def _made_under(lease: Lease, parts: Iterator[bytes]) -> Iterator[bytes]:
     while True:
-        with lease.lent():
-            part = next(parts, None)
+        try:
+            with lease.lent():
+                part = next(parts, None)
+        except BaseException:
+            lease.note_failure()
+            raise
         if part is None:
             return
         yield part

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 from django.contrib.syndication.views import Feed
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
 from django.utils.decorators import (
@@ -61,6 +62,22 @@ def test_a_view_that_fails_reserves_nothing(status: int, is_reserved: bool) -> N
     asyncio.run(aview(AsyncRequestFactory().get("/")))
 
     assert (_is_held("a"), _is_held("b")) == (is_reserved, is_reserved)
+
+
+def test_a_stream_that_fails_reserves_nothing() -> None:
+    def parts() -> Iterator[str]:
+        yield "one"
+        raise ZeroDivisionError
+
+    @distributed_lock("a", timeout=0, min_hold=60, free_on_error=True)
+    def view(request: HttpRequest) -> StreamingHttpResponse:
+        return StreamingHttpResponse(parts())
+
+    response = view(RequestFactory().get("/"))
+    with closing(response), pytest.raises(ZeroDivisionError):
+        response.getvalue()
+
+    assert not _is_held("a")
 
 
 def test_the_holder_of_what_is_no_view_says_which_function_runs(memory: LocMemBackend) -> None:
