@@ -203,7 +203,7 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             if isinstance(result, HttpResponseBase) and result.status_code >= BAD_REQUEST:
                 lease.note_failure()
             if isinstance(result, StreamingHttpResponse):
-                hold_until_closed(result, lease, stack.pop_all().close)
+                hold_until_closed(result, lease, stack.pop_all().close, find_request(args))
             return result
 
     return call
@@ -228,7 +228,7 @@ def _async(locked: _Locked) -> Callable[..., Any]:
                 # The registry then ends the lease if nobody closes the response.
                 lock.keep_acquired(lease)
                 # The event loop may close the response, and release() would block the loop.
-                hold_until_closed(result, lease, lease.give_back_later)
+                hold_until_closed(result, lease, lease.give_back_later, find_request(args))
             return result
 
     return call
@@ -478,8 +478,10 @@ def _is_async_view(function: Callable[..., Any]) -> bool:
     return bool(getattr(view, "view_is_async", False))
 
 
-def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]) -> None:
-    """Keep the lock until a streaming response is closed; any thread of the server may close it.
+def hold_until_closed(
+    response: Any, lease: Lease, release: Callable[[], object], request: Any
+) -> None:
+    """Keep the lock until a streaming response, or another one in its place, is closed; any thread of the server may close it.
 
     The code that generates the content counts as the holder, in any thread or task.
     """
@@ -492,6 +494,7 @@ def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]
         )
 
     def close_and_release() -> None:
+        vars(response).pop("close", None)
         try:
             with lease.lent():
                 close()
@@ -499,6 +502,15 @@ def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]
             release()
 
     response.close = close_and_release
+    if request is not None:
+        end_request = request.close
+
+        def close_request() -> None:
+            end_request()
+            if "close" in vars(response):  # a middleware has replaced the response
+                release()
+
+        request.close = close_request  # Django calls it when it closes the response that was sent
 
 
 def _made_under(lease: Lease, parts: Iterator[bytes]) -> Iterator[bytes]:
