@@ -402,7 +402,7 @@ def _give_way(name: str) -> None:
 def _release(task: Any, **_: Never) -> None:
     """Release the lease of a unique task that has ended, after its result or error is stored."""
     lease, body = task.request.get("distlock_lease"), task.request.get("distlock_body")
-    for held in filter(None, (lease, body)):
+    for held in {lease, body} - {None}:  # usually the same
         held.leave(Ignore())  # a failed release can only be logged
     if lease is None and isinstance(task, UniqueTask):
         _free_message(task.request)  # before_start() has failed, or a soft time limit came first

@@ -627,6 +627,16 @@ def test_on_commit_it_is_locked_at_the_commit(worker: CeleryWorker, diary: Diary
 
 
 @pytest.mark.usefixtures("eager")
+def test_in_eager_mode_it_leaves_the_lock_of_its_body_as_often_as_it_entered_it(
+    diary: Diary,
+) -> None:
+    with lock(f"once:{diary.page}:running", using="redis") as lease:
+        assert unique_tasks.brief_again.delay(diary.page).successful()
+
+        assert lease.held
+
+
+@pytest.mark.usefixtures("eager")
 def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
     diary.let_go(2)
 
