@@ -242,9 +242,9 @@ def _key_prefix(where: str, value: object) -> str | Callable[[], str]:
     return found  # type: ignore[no-any-return]
 
 
-def shown_alias(name: str) -> str:
+def shown_alias(name: object) -> str:
     """Return *name*, which is no alias, for an error: a URL may have a password."""
-    return "a URL" if "://" in name else repr(name)
+    return "a URL" if "://" in str(name) else repr(name)
 
 
 def _of_type(what: str, value: object, kind: type[Any], *, shown: bool = True) -> Any:

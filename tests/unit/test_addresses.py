@@ -185,6 +185,11 @@ def test_one_in_a_wrong_place_shows_no_password(values: dict[str, Any]) -> None:
     assert "secret" not in f"{raised.value} {raised.value.__cause__!r}"
 
 
+def test_an_alias_of_a_database_that_is_no_text_is_shown() -> None:
+    with pytest.raises(InvalidLockBackend, match="'using' names None, but DATABASES has"):
+        make_backend(read_alias("a", {"OPTIONS": {"using": None}}))
+
+
 def test_the_options_of_redis_are_those_of_its_backend() -> None:
     assert {option.name for option in fields(RedisSettings)} == addresses.REDIS_OPTIONS
 
