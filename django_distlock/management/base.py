@@ -70,11 +70,12 @@ class LockCommand(BaseCommand):
             sys.exit(INTERRUPTED)
         except BrokenPipeError:
             try:
-                # Fails again if stdout is the broken pipe; otherwise the work, such as a migration, had one of its own.
-                self.stdout.write()
-                self.stdout.flush()
+                # Fails again if one of these is the broken pipe; otherwise the work, such as a migration, had its own.
+                for stream in (self.stdout, self.stderr):
+                    stream.write()
+                    stream.flush()
             except BrokenPipeError:
-                # The reader has closed stdout. Python flushes it once more at its exit, which must not fail.
+                # The reader has gone. Python flushes stdout once more at its exit, which must not fail.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 sys.exit(NOT_READ)
             raise

@@ -7,7 +7,9 @@ import os
 import pty
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,6 +311,26 @@ def test_a_command_whose_reader_has_gone_ends_as_in_a_shell(
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit) as not_read:
             ListLocks().run_from_argv(["manage.py", "list_locks", f"--using={using}"])
+
+    assert not_read.value.code == NOT_READ
+
+
+def test_a_command_of_which_nobody_reads_the_errors_ends_as_in_a_shell(
+    monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path
+) -> None:
+    settings.DISTLOCK = {"down": DOWN}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    with (
+        (tmp_path / "stdout").open("w") as out,
+        suppress(BrokenPipeError),
+        os.fdopen(write_end, "w", buffering=1) as pipe,
+    ):
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", pipe)
+        with pytest.raises(SystemExit) as not_read:
+            ListLocks().run_from_argv(["manage.py", "list_locks"])
 
     assert not_read.value.code == NOT_READ
 
