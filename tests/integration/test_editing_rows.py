@@ -305,7 +305,7 @@ def test_nobody_takes_over_what_is_hidden_from_him_by_now(
 
 
 def test_a_page_does_nothing_at_the_address_of_another_model(account: Account, ada: Client) -> None:
-    Fee.objects.create(pk=account.pk, account=account, amount=3)
+    Fee.objects.update_or_create(pk=account.pk, defaults={"account": account, "amount": 3})
     other = client_of("view_account", "change_fee", "take_over_methodlock")
     ada.get(page_of(account))
     shown = fields_of(other.get(page_of(account)))
