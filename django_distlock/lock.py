@@ -41,7 +41,7 @@ from .exceptions import (
     LockNotHeld,
     NotSupported,
 )
-from .ground.caller import Caller, forks
+from .ground.caller import Caller, current_caller, forks
 from .ground.holder import Holder
 from .ground.naming import checked_name, printable
 from .handler import locks
@@ -354,12 +354,29 @@ class Lock:
 
     def release(self) -> None:
         """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
-        self.recall().release()
+        lease = entries = None
+        try:
+            lease = self.last_acquired(current_caller())
+            entries = lease.entries
+            self.forget(lease)
+            lease.give_back()
+        except LockError:
+            raise
+        except BaseException:
+            lease = lease or self.last_acquired(current_caller())
+            lease.finish_leaving(lease.entries if entries is None else entries)
+            raise
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
         """Release the lease that the caller acquired last, even if another task awaits the result."""
-        return self.recall().arelease()
+        return self._arelease(Caller())
+
+    async def _arelease(self, caller: Caller) -> None:
+        # Not found and forgotten before: a task that is cancelled before its first step never comes here.
+        lease = self.last_acquired(caller)
+        self.forget(lease)
+        await lease.arelease()
 
     def locked(self) -> bool:
         """Return True if somebody holds the lock now; with a limit, if all places are held.
@@ -617,13 +634,16 @@ class Lock:
                     self._acquired.remove(known)
         self._acquired.append(lease.ref)
 
-    def recall(self) -> Lease:
-        """Return the lease that this caller acquired last, and forget it."""
+    def last_acquired(self, caller: Caller) -> Lease:
+        """Return the lease that *caller* acquired last and has not released by release(); LockNotHeld if there is none."""
         for known in reversed([*self._acquired]):
-            if (lease := known()) is not None and lease.is_of_caller():
-                self._acquired.remove(known)
+            if (lease := known()) is not None and lease.is_of(caller):
                 return lease
         raise LockNotHeld(self.name)
+
+    def forget(self, lease: Lease) -> None:
+        """Forget one acquisition of *lease*, which is released now."""
+        self._acquired.remove(lease.ref)
 
     def _note_entry(self, lease: Lease, cancelling: Cancelling | None = None) -> None:
         self._blocks.append(EnteredWith(lease, _frame_of_with(), cancelling))

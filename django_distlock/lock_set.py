@@ -12,7 +12,7 @@ from asgiref.sync import markcoroutinefunction
 from .engine.holding import Awaited
 from .engine.waiting import Wait
 from .exceptions import LockError, LockLost, LockNotAcquired, LockNotHeld
-from .ground.caller import Caller
+from .ground.caller import Caller, current_caller
 from .ground.naming import printable
 from .lock import EnteredWith, Lock, LockTerms, Terms, lists_terms, nothing_to_cancel
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: A lock, the block of it that is being left, and the entries of its lease before.
 _Left = tuple[Lock, EnteredWith, object]
+#: A lock, the lease that its caller acquired last, and the entries of the lease before it is released.
+_Acquired = tuple[Lock, "Lease", object]
 
 
 class LockSet:
@@ -86,35 +88,47 @@ class LockSet:
 
     def release(self) -> None:
         """Release the locks that this thread or task acquired last; then raise LockNotHeld if one was not held."""
-        leases, missing = self._recall()
-        with ExitStack() as stack:
-            for lease in leases:
-                stack.callback(lease.release)
+        acquired: list[_Acquired] = []
+        try:
+            acquired, missing = self._last_acquired(current_caller())
+            with ExitStack() as stack:
+                for lock, lease, _ in acquired:
+                    lock.forget(lease)
+                    stack.callback(lease.give_back)
+        except LockError:
+            raise
+        except BaseException:
+            for _, lease, entries in acquired or self._last_acquired(current_caller())[0]:
+                lease.finish_leaving(entries)
+            raise
         for error in missing:
             raise error
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
         """Release the locks that the caller acquired last, even if another task awaits the result."""
-        return self._arelease(*self._recall())
+        return self._arelease(Caller())
 
-    async def _arelease(self, leases: list[Lease], missing: list[LockNotHeld]) -> None:
+    async def _arelease(self, caller: Caller) -> None:
+        acquired, missing = self._last_acquired(caller)
         async with AsyncExitStack() as stack:
-            for lease in leases:
+            for lock, lease, _ in acquired:
+                lock.forget(lease)
                 stack.push_async_callback(lease.arelease)
         for error in missing:
             raise error
 
-    def _recall(self) -> tuple[list[Lease], list[LockNotHeld]]:
-        """Return and forget the leases that this caller acquired last, and an error for each lock not held."""
-        leases: list[Lease] = []
+    def _last_acquired(self, caller: Caller) -> tuple[list[_Acquired], list[LockNotHeld]]:
+        """Return the leases that *caller* acquired last, and an error for each lock that it does not hold."""
+        acquired: list[_Acquired] = []
         missing: list[LockNotHeld] = []
         for lock in self._locks:
             try:
-                leases.append(lock.recall())
+                lease = lock.last_acquired(caller)
+                acquired.append((lock, lease, lease.entries))
             except LockNotHeld as error:
                 missing.append(error)
-        return leases, missing
+        return acquired, missing
 
     def __enter__(self) -> tuple[Lease, ...]:
         wait = Wait(self._patience())

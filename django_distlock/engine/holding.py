@@ -290,7 +290,11 @@ class Holding:
 
     def is_of_caller(self) -> bool:
         """Return True if the running thread or task has entered the lease."""
-        return self.caller is not None and any(each.is_current for each in self.entries)
+        return self.is_of(current_caller())
+
+    def is_of(self, caller: Caller) -> bool:
+        """Return True if *caller* has entered the lease and not left it yet."""
+        return self.caller is not None and caller in self.entries
 
     @property
     def is_changing_here(self) -> bool:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from django_distlock import Lease, LockError, lock
+from django_distlock import Lease, Lock, LockError, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import State
+from django_distlock.lock_set import LockSet
 from tests.fixtures.eventually import aeventually
 
 from .crew import waiting_for
@@ -134,6 +135,21 @@ async def test_a_task_cancelled_while_it_releases_has_released(
 
     await aeventually(lambda: taken[0].state is State.RELEASED)
     await _becomes_free(other)
+
+
+@needs("typical")
+@pytest.mark.parametrize("of", [lock, lock_all])
+async def test_a_release_cancelled_before_it_begins_can_be_called_again(
+    using: str, name: str, rival: Rivals, of: Callable[..., Lock | LockSet]
+) -> None:
+    recipe = of(name, using=using)
+    await recipe.aacquire()
+
+    await _ends(asyncio.create_task(recipe.arelease()))
+
+    assert not await asyncio.to_thread(rival().tries)
+    await recipe.arelease()
+    await _becomes_free(rival())
 
 
 @needs("typical")

@@ -47,7 +47,8 @@ AT_ONCE = 4.0
 #: At how many steps of a call an exception comes: at the last ones of an acquire, the first ones of leaving, and at some of all.
 FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "10"))
 #: Kinds of blocks.
-LEFT = ["with", "with a lease", "release", "inner with", "several, kept"]
+LEFT = ["with", "with a lease", "inner with", "several, kept"]
+RELEASED = ["lease.release", "lock.release", "lock_all.release"]
 LEFT_BY_A_TASK = ["async with", "async with a lease", "arelease", "async several"]
 
 
@@ -225,7 +226,7 @@ def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
 
 
 @needs("typical")
-@pytest.mark.parametrize("kind", [*LEFT, *LEFT_BY_A_TASK])
+@pytest.mark.parametrize("kind", [*LEFT, *RELEASED, *LEFT_BY_A_TASK])
 def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
     using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -265,12 +266,14 @@ def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
     if kind != "with":
         # At its first call, only its user could tell that it was to end.
         step.number += bool(step.number)
-    if kind in {"with a lease", "release"}:
+    if kind in {"with a lease", "lease.release"}:
         block = recipe.acquire()
-    elif kind == "several, kept":
+    elif kind in {"several, kept", "lock_all.release"}:
         block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
         kept.append(block)
-    if kind == "release":
+    if kind in RELEASED:
+        if kind != "lease.release":
+            block.acquire()
         step.__enter__()
         block.release()
         return
