@@ -204,10 +204,10 @@ class LockState(TextChoices):
 class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
-    *age* is the seconds since the grant, None if that is not known. *waiters* is the number of positions
-    in the server's queue; None if there is no queue, and for one of several places, because a waiter waits
-    for any of them. *owner_digest* identifies the holding without revealing the owner; it is "" for a free
-    lock, whose *age* counts from its last change. *reserved*: see Busy.
+    *age* is the seconds since the grant, on ZooKeeper since the request, which may have waited; None if that is not
+    known. *waiters* is the number of positions in the server's queue; None if there is no queue, and for one of
+    several places, because a waiter waits for any of them. *owner_digest* identifies the holding without revealing
+    the owner; it is "" for a free lock, whose *age* counts from its last change. *reserved*: see Busy.
     """
 
     name: str
