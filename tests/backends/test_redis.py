@@ -435,6 +435,19 @@ def test_a_password_and_a_unix_socket(configure: Configure, user: str, name: str
         locks.reset()
 
 
+def test_a_host_that_can_have_no_address_cannot_be_reached(
+    configure: Callable[..., RedisBackend], name: str
+) -> None:
+    backend = configure(
+        "redis://.cluster.local:6379"
+    )  # the variable with the rest of the name was empty
+
+    with pytest.raises(LockBackendError, match=r"cannot be reached: .*label empty"):
+        lock(name).acquire()
+    (error,) = backend.check(["default"])
+    assert error.id == "distlock.E006"
+
+
 class Tokens(driver.CredentialProvider):
     """Gives a new password each time, as services do whose passwords live for minutes."""
 

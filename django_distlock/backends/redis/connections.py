@@ -84,8 +84,8 @@ HELD_UP, ROUNDS = 0.05, 3
 #: Seconds for which the scripts _PATIENT wait while a cluster moves a lock's slot. Callers repeat the other scripts.
 MOVING = 5.0
 _PATIENT = frozenset({ENQUEUE, RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
-#: The errors that drivers raise.
-BROKEN = (RedisError, RedisClusterException, OSError)
+#: The errors that drivers raise; UnicodeError for a host whose name no server can have.
+BROKEN = (RedisError, RedisClusterException, OSError, UnicodeError)
 #: A client of a Sentinel in the text of an error: its host and its port.
 _SENTINEL = re.compile(r"<redis\..*?host=([^,]*),port=(\d+).*?(?= - |$)")
 
