@@ -6,12 +6,13 @@ import asyncio
 import gc
 import itertools
 import os
+import signal
 import threading
 import time
 import weakref
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -168,6 +169,39 @@ def live_with_a_lost_reply(name: str, *, is_task: bool) -> str:
     except LockBackendError as error:
         return "not asked" if "cannot be reached" in str(error) else str(error)
     return "held"
+
+
+# Waits that end otherwise.
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError])
+def test_an_alarm_ends_the_wait_with_whatever_its_handler_raises(
+    name: str, error: type[OSError]
+) -> None:
+    def ring(*_: object) -> None:
+        raise error("the alarm")
+
+    other = rival(name)
+    other.takes()
+
+    with signal_at(0.5, ring), pytest.raises(error, match="the alarm"):
+        lock(name, timeout=SOON).acquire()
+
+    other.leaves()
+    rival(name).takes(within=SOON)
+
+
+@contextmanager
+def signal_at(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
+    """Let *handler* interrupt this, the main thread, after so many *seconds*."""
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Partitions.

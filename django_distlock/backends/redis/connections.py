@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import selectors
 import threading
 import weakref
 from collections.abc import (
@@ -90,9 +91,21 @@ BROKEN = (RedisError, RedisClusterException, OSError, UnicodeError)
 _SENTINEL = re.compile(r"<redis\..*?host=([^,]*),port=(\d+).*?(?= - |$)")
 
 
+class NoAnswer(RedisTimeoutError):
+    """The server has not answered in time."""
+
+
 def ask(command: Command) -> Conversation[Any]:
     (answer,) = yield (command,)
     return answer
+
+
+def new_selector() -> selectors.BaseSelector:
+    """Return a selector that lets other greenlets run: gevent replaces poll()."""
+    if selectors.DefaultSelector is getattr(selectors, "EpollSelector", None):
+        # Not epoll: forked children would share it.
+        return selectors.PollSelector()
+    return selectors.DefaultSelector()
 
 
 def words_of(command: Command) -> tuple[str | int | bytes, ...]:
@@ -169,8 +182,8 @@ class ThreadConnection(_Connection):
         """
         driver, answers = self.driver, list[Any]()
         driver.send_packed_command(self._packed(commands), check_health=False)
-        if within is not None and not driver.can_read(within):
-            raise TimeoutError(f"no answer within {within:g} s")
+        if within is not None and not self._is_answered(within):
+            raise NoAnswer(f"no answer within {within:g} s")
         for _ in commands:
             try:
                 answers.append(driver.read_response())
@@ -178,6 +191,12 @@ class ThreadConnection(_Connection):
                 answers.append(self._answer(error))
         self.is_whole = True
         return answers
+
+    def _is_answered(self, within: float) -> bool:
+        """Wait for an answer, not by the driver: it takes an OSError of a signal handler for one of the socket."""
+        with new_selector() as selector:
+            selector.register(self.driver._sock, selectors.EVENT_READ)  # noqa: SLF001 - as said
+            return bool(selector.select(within))
 
 
 class TaskConnection(_Connection):
@@ -207,8 +226,11 @@ class TaskConnection(_Connection):
                 await self._read(answers, len(commands))
         except TimeoutError:
             # If the event loop was held up, the answers may have come meanwhile.
-            async with asyncio.timeout(0):
-                await self._read(answers, len(commands))
+            try:
+                async with asyncio.timeout(0):
+                    await self._read(answers, len(commands))
+            except TimeoutError:
+                raise NoAnswer(f"no answer within {within:g} s") from None
         return answers
 
     async def _read(self, answers: list[Any], count: int) -> None:
@@ -269,9 +291,12 @@ class PoolLink(_Link):
         connection = self._idle.fit_one() or self._connected()
         try:
             answer = run(conversation, partial(connection.exchange, within=within))
-        except BaseException as error:  # noqa: BLE001 - raised by _fail()
+        except BaseException as error:
             # An answer may still come: the next request must not read it.
             connection.close()
+            # An OSError is that of a signal handler: the driver makes its own errors of those of the socket.
+            if isinstance(error, OSError):
+                raise
             self._fail(partial(problem, was_idle=connection.used_at > 0), error)
         self._keep(connection)
         return answer

@@ -28,7 +28,7 @@ from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED, key_label, lock_of, place_of, printable
 
 from . import scripts
-from .connections import Command, Conversation
+from .connections import Command, Conversation, NoAnswer
 from .scripts import Call, Script
 from .sources import DISK, RedisSettings
 from .unscripted import transact
@@ -288,7 +288,7 @@ class RedisVerbs:
         """Wait on the server for up to *seconds* until the doorbell *bell* rings."""
         try:
             (answer,) = yield (("BLPOP", bell, f"{max(seconds, 0.001):.3f}"),)
-        except TimeoutError:  # no answer within the link's limit; the connection is closed
+        except NoAnswer:  # the connection is closed
             return
         # UNBLOCKED: the server has just become a replica.
         if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):

@@ -30,6 +30,7 @@ from django_distlock.backends.redis.connections import (
     Command,
     Conversation,
     ThreadConnection,
+    new_selector,
     words_of,
 )
 from django_distlock.backends.redis.sources import Source
@@ -457,7 +458,7 @@ class Servers:
                 self._thread.release()
 
     def _work(self) -> None:
-        self.selector = _selector()
+        self.selector = new_selector()
         ends: tuple[socket.socket, ...] = ()
         with suppress(OSError):  # too many open files
             ends = read_end, self._waker = socket.socketpair()
@@ -518,11 +519,3 @@ class Servers:
 def no_greeting() -> Conversation[float]:
     yield from ()
     return 0.0
-
-
-def _selector() -> selectors.BaseSelector:
-    """Return a selector that lets other greenlets run: gevent replaces poll()."""
-    if selectors.DefaultSelector is getattr(selectors, "EpollSelector", None):
-        # Not epoll: forked children would share it.
-        return selectors.PollSelector()
-    return selectors.DefaultSelector()
