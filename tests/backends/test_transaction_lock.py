@@ -288,20 +288,48 @@ def test_ctrl_c_ends_the_wait_as_on_mysql_which_is_told_its_old_limit_after_it(
             OnMySQL(connection, name, Wait(20)).lock(cursor)
 
 
+# Not on MariaDB: PyMySQL makes it an error of its own.
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+@pytest.mark.parametrize("waits", ["in a transaction", "for a row lock"])
+def test_a_timeout_error_of_a_signal_handler_goes_up_as_it_is(
+    database: str, another: Another, name: str, settings: Settings, waits: str
+) -> None:
+    settings.DISTLOCK = aliases(database, "rowlock")
+    observer = another(database)
+    with held_elsewhere(database, name), ctrl_c_while_waiting(observer, _stop, TooSlow):
+        if waits == "for a row lock":
+            lock(name, using="locks", timeout=20).acquire()
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database, timeout=20)
+
+
+class TooSlow(TimeoutError):
+    """What the handler of a project's time limit raises."""
+
+
+def _stop(*args: object) -> None:
+    raise TooSlow
+
+
 @contextmanager
-def ctrl_c_while_waiting(observer: BaseDatabaseWrapper) -> Iterator[None]:
-    """Interrupt the block when the server makes it wait for a row; it must raise KeyboardInterrupt."""
+def ctrl_c_while_waiting(
+    observer: BaseDatabaseWrapper,
+    handler: Callable[..., Any] = signal.default_int_handler,
+    raised: type[BaseException] = KeyboardInterrupt,
+) -> Iterator[None]:
+    """Interrupt the block when the server makes it wait for a row; it must raise what *handler* raises."""
     me = threading.get_ident()
 
     def press() -> None:
         eventually(lambda: waits_for_a_row(observer))
         signal.pthread_kill(me, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         pressed = crew.start(press)
         # Python does not see a signal that comes right before a system call until that ends: another one ends it.
-        with interrupted_by_signals(1, longest=30), pytest.raises(KeyboardInterrupt):
+        with interrupted_by_signals(1, longest=30), pytest.raises(raised):
             yield
         pressed.result(10)
     finally:

@@ -12,6 +12,7 @@ from django.db import connections
 
 from django_distlock.backends import rowlock
 from django_distlock.backends.database import base
+from django_distlock.backends.database.bounds import NoAnswer
 from django_distlock.backends.database.mysql import MySQL
 from django_distlock.backends.database.postgresql import LeanCursor, PostgreSQL
 from django_distlock.backends.database.sqlite import SQLite
@@ -98,7 +99,7 @@ class Session:
         """Lose the answer of this statement, if the plan says so."""
         if self.loses == kind:
             self.loses = ""
-            raise TimeoutError("no answer in time")
+            raise NoAnswer
 
     # What the stage calls.
 

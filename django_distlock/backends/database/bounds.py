@@ -50,6 +50,13 @@ CANCEL = 10.0
 _INSIDE = ("__wrapped__", "driver_connection")
 
 
+class NoAnswer(TimeoutError):
+    """The server has not answered in time; a plain TimeoutError may come from a signal handler of the project."""
+
+    def __str__(self) -> str:
+        return "no answer in time"
+
+
 def driver_of(connection: BaseDatabaseWrapper) -> Any:
     """Return the driver's own connection, which monitoring agents and pools put into a proxy.
 
@@ -224,8 +231,7 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
         while True:
             ready = yield wanted
             if not ready and clock.wait_time() >= ends:
-                msg = "no answer in time"
-                raise TimeoutError(msg)
+                raise NoAnswer
             wanted = work.send(ready)
     except StopIteration as done:
         return done.value
@@ -264,9 +270,8 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
 
 
 def wait_for_reply(descriptor: int, seconds: float | None) -> None:
-    """Wait in Python, where signals and greenlets can run, until there is data to read; TimeoutError if late."""
+    """Wait in Python, where signals and greenlets can run, until there is data to read; NoAnswer if late."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         if not selector.select(None if seconds is None else min(seconds, LONGEST_SELECT)):
-            msg = "no answer in time"
-            raise TimeoutError(msg)
+            raise NoAnswer

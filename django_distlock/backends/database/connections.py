@@ -29,7 +29,6 @@ from django_distlock.exceptions import (
     DOCS,
     Contended,
     LockBackendError,
-    LockError,
     LockOutcomeUnknown,
     NotSent,
     first_line,
@@ -38,7 +37,7 @@ from django_distlock.exceptions import (
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
-from .bounds import bound_requests, cancel, descriptor, driver_of, is_under_way
+from .bounds import NoAnswer, bound_requests, cancel, descriptor, driver_of, is_under_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -251,9 +250,9 @@ class OwnConnections:
                 # The connection broke while it was opened, before any request.
                 _close_quietly(connection)
                 self._prepare(connection, bounded=bounded)
-        except (DatabaseError, InterfaceError, TimeoutError, *_WRONG_SETTINGS) as error:
+        except (DatabaseError, InterfaceError, NoAnswer, *_WRONG_SETTINGS) as error:
             _close_quietly(connection)
-            if not isinstance(error, TimeoutError) and self._dialect.is_contention(error):
+            if not isinstance(error, NoAnswer) and self._dialect.is_contention(error):
                 raise self._contended(error) from error
             problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
             raise LockBackendError(self.alias, problem) from root_cause(error)
@@ -325,9 +324,9 @@ class OwnConnections:
         """Raise lock errors for database errors: Contended, LockOutcomeUnknown, LockBackendError."""
         try:
             yield
-        except (LockError, TransactionManagementError):
-            raise  # LockNotAcquired is a TimeoutError; TransactionManagementError is about the caller's transaction
-        except TimeoutError as error:
+        except TransactionManagementError:
+            raise  # a DatabaseError, but about the caller's transaction
+        except NoAnswer as error:
             raise self._lost(error) from root_cause(error)
         except (DatabaseError, InterfaceError) as error:
             if self._dialect.is_contention(error):

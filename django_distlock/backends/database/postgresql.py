@@ -19,7 +19,7 @@ except ImportError:
 from django_distlock.engine.values import Busy, Grant, Request, Secret
 from django_distlock.exceptions import first_line
 
-from .bounds import LONGEST_SELECT, wait_for_reply
+from .bounds import LONGEST_SELECT, NoAnswer, wait_for_reply
 from .connections import Crowded
 from .dialect import (
     COUNTER,
@@ -247,7 +247,7 @@ def _received(raw: Any, server: Any) -> list[PGresult]:
         while True:
             while server.is_busy():
                 if not raw.distlock_poll(bound):
-                    raise TimeoutError("no answer in time")
+                    raise NoAnswer
                 server.consume_input()
             if (result := server.get_result()) is None:
                 break
@@ -350,7 +350,7 @@ def notes(raw: Any, seconds: float) -> Iterable[Any]:
     try:
         # Not by the driver's method, which may read a clock that tests stop.
         wait_for_reply(raw.fileno(), seconds)
-    except TimeoutError:
+    except NoAnswer:
         return []
     if HAS_PSYCOPG3:
         found: Iterable[Any] = raw.notifies(timeout=0)
