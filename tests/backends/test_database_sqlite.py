@@ -15,7 +15,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections, transaction
 
-from django_distlock import LockBackendError, lock, locks
+from django_distlock import LockBackendError, LockError, lock, locks
 from django_distlock.engine.steps import settled
 from django_distlock.ground.holder import Holder
 from django_distlock.models import LockWaiter
@@ -124,6 +124,29 @@ def test_a_file_that_others_keep_from_being_read_is_watched_all_the_same(
 
     assert taking.result(20)
     assert "Waiters poll" not in caplog.text
+
+
+def test_a_guard_that_finds_another_writer_does_not_blame_its_transaction(
+    file: str, database: str, name: str
+) -> None:
+    with lock(name, using="busy") as lease, transaction.atomic(using=database):
+        connections[database].connection.execute("PRAGMA busy_timeout = 100")
+        with (
+            written_by_another(file, LONG),
+            pytest.raises(LockBackendError, match="busy with other writers"),
+        ):
+            lease.guard(using=database)
+
+
+@pytest.mark.parametrize("journal", ["wal"], indirect=True)
+def test_a_guard_refuses_a_transaction_that_has_read_before_the_lock(
+    file: str, database: str, name: str
+) -> None:
+    with transaction.atomic(using=database):
+        LockWaiter.objects.using(database).first()
+        with lock(name, using="busy", release="on_commit") as lease:
+            with pytest.raises(LockError, match="before lock"):
+                lease.guard(using=database)
 
 
 def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name: str) -> None:

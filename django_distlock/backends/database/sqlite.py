@@ -149,7 +149,8 @@ class SQLite(Dialect):
             )
         except Exception as error:
             # A transaction that has read cannot write once another connection has written.
-            if self.is_contention(error):
+            code = getattr(error.__cause__, "sqlite_errorcode", None)
+            if code == sqlite3.SQLITE_BUSY_SNAPSHOT:
                 raise StaleSnapshot from error
             raise
         row = cursor.fetchone()
