@@ -36,6 +36,7 @@ from tests.backends.conftest import apart
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.interruption import TimeLimit
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
@@ -591,6 +592,23 @@ def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
         sys.setprofile(None)
 
     with lock(name, using="locks", timeout=0):
+        pass
+
+
+@pytest.mark.parametrize("kind", BOTH[:2], indirect=True)
+def test_an_exception_from_outside_in_the_request_of_an_extension_ends_the_session(
+    kind: tuple[str, str], name: str
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise TimeLimit
+
+    with pytest.raises(LockLost), lock(name, using="locks") as lease:
+        (session,) = backend()._sessions.values()
+        session.connection.connection.distlock_poll = interrupt
+        with pytest.raises(TimeLimit):
+            lease.extend()
+
+    with lock(name, using="site1", timeout=5):
         pass
 
 

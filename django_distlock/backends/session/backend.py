@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from django.core.checks import Error
 
 from django_distlock.backends.database.base import SHORT_PAUSE, BaseDatabaseBackend
-from django_distlock.backends.database.bounds import cut, is_cut, patient
+from django_distlock.backends.database.bounds import cut, is_cut, is_under_way, patient
 from django_distlock.backends.database.connections import Unusable, abandon, is_word_of_server
 from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.engine.background import background
@@ -369,6 +369,11 @@ class SessionBackend(BaseDatabaseBackend):
             except LockBackendError:
                 self._close(session, is_sound=False)
                 return False
+            except BaseException:
+                # An asynchronous exception in the midst of a request, after which no other can be sent.
+                if is_under_way(session.connection):
+                    self._close(session, is_sound=False)
+                raise
             session.ends = start + seconds
         return True
 
