@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from operator import call
@@ -500,7 +501,8 @@ class Attempt:
 
     def _give_back(self) -> Steps[Act, None]:
         """Give back a grant that is not accepted, and use a new owner: the server may have recorded the old one as released."""
-        yield from self._settled(partial(self.calls.abandon, self.request))
+        unused = replace(self.request, min_hold=0.0)
+        yield from self._settled(partial(self.calls.abandon, unused))
         if self.lease.is_granted:  # its state is not PENDING: abandon() was called meanwhile
             raise LockNotHeld(self.lease.name)
         self.backend.forget_bell(self.request)
@@ -699,11 +701,12 @@ class Attempt:
         )
 
     def abandon(self) -> None:
-        """Give up: release in the background what the server has granted, or may have.
+        """Give up: release in the background what the server has granted, or may have, with no min_hold.
 
         Safe to call twice; the second call finishes what an asynchronous exception interrupted.
         """
-        backend, request = self.backend, self.request
+        backend = self.backend
+        request = self.lease.request = replace(self.request, min_hold=0.0)
         try:
             self._wait_no_more()
             backend.interrupt(request)

@@ -515,6 +515,22 @@ def test_token_rises_though_the_clock_of_the_server_was_put_back(database: str, 
         assert lease.fencing_token == last + 1
 
 
+def test_an_acquire_interrupted_at_its_grant_reserves_nothing_by_min_hold(
+    database: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted = locks[database].try_acquire
+
+    def interrupt(*args: Any, **more: Any) -> None:
+        assert isinstance(granted(*args, **more), Grant)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(locks[database], "try_acquire", interrupt)
+        lock(name, using=database, min_hold=100).acquire()
+
+    eventually(lambda: not lock(name, using=database).locked(), 10)
+
+
 @pytest.mark.parametrize(
     "using",
     [
