@@ -407,7 +407,7 @@ def test_a_question_that_comes_while_the_thread_ends_keeps_its_connections(
             super().close()
 
     before = connections_to(servers)
-    monkeypatch.setattr("django_distlock.backends.redlock.servers._selector", LateSelector)
+    monkeypatch.setattr("django_distlock.backends.redlock.servers.new_selector", LateSelector)
     backend = _made([_url(each) for each in servers])
     _take(backend, name)
     backend.close()

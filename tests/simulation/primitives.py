@@ -198,7 +198,13 @@ class Selector:
     def __init__(self) -> None:
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
-    def register(self, socket: Any, events: int, data: object) -> None:
+    def __enter__(self) -> Selector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def register(self, socket: Any, events: int, data: object = None) -> None:
         self._keys[socket] = selectors.SelectorKey(socket, id(socket), events, data)
 
     modify = register

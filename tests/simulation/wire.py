@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hiredis import Reader as Parser
 from redis.connection import DefaultParser
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import (
+    ConnectionError as RedisConnectionError,
+    InvalidResponse,
+    ResponseError,
+    TimeoutError as RedisTimeoutError,
+)
 
 from . import world
 from .redis_memory import RedisInMemory, to_wire
@@ -349,21 +355,31 @@ class ThreadDriver(_Driver):
     def disconnect(self, *args: object) -> None:
         self._sock.close()
 
-    def can_read(self, timeout: float = 0) -> bool:
-        if not timeout or self._sock.has_news():
-            return self._sock.has_news()
-        self._sock.settimeout(timeout)
-        return self._sock.wait_for_news()
+    def can_read(self, timeout: float) -> bool:
+        return self._sock.has_news()
 
     def send_packed_command(self, command: list[bytes], *, check_health: bool) -> None:
-        for part in command:
-            self._sock.sendall(part)
+        with _as_its_own():
+            for part in command:
+                self._sock.sendall(part)
 
     def read_response(self) -> Any:
-        while (answer := self._next()) is False:
-            self._sock.settimeout(self._patience)
-            self._parser.feed(self._sock.recv(65536))
-        return answer
+        with _as_its_own():
+            while (answer := self._next()) is False:
+                self._sock.settimeout(self._patience)
+                self._parser.feed(self._sock.recv(65536))
+            return answer
+
+
+@contextmanager
+def _as_its_own() -> Iterator[None]:
+    """Raise the driver's own errors for those of the socket."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RedisTimeoutError(*error.args) from error
+    except OSError as error:
+        raise RedisConnectionError(*error.args) from error
 
 
 async def news(connection: Connection) -> None:
