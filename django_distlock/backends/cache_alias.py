@@ -135,8 +135,11 @@ def plain_key(key: str, room: int = LONGEST_KEY) -> str:
 
 
 def whole_seconds(ttl: float) -> int:
-    """Return the ttl to send to a server that may expire a value up to a second early."""
-    return math.ceil(ttl) + 1
+    """Return the ttl to send to a server that may expire a value up to two seconds early.
+
+    memcached reads its clock once a second, in whole seconds: the time that it counts from is up to two seconds old.
+    """
+    return math.ceil(ttl) + 2
 
 
 def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[CheckMessage]:

@@ -138,6 +138,34 @@ def test_a_lock_that_a_stopped_server_grants_does_not_expire_early(
     reset_locks()
 
 
+def test_a_lock_does_not_expire_early_if_a_stop_of_the_server_moves_its_ticks(
+    server: Memcached, settings: Settings, name: str
+) -> None:
+    """The server reads its clock at each tick, in whole seconds; the next tick is a second after the one before."""
+    configure(settings, alias(f"127.0.0.1:{server.port}"), ttl=2, **PATIENT)
+    wanted = lock(name, using="locks", renew=False)
+    assert not wanted.locked()
+    second = int(time.monotonic()) + 3
+
+    def wait_until(seconds: float) -> None:
+        never(bool, second + seconds - time.monotonic())
+
+    server.pause()
+    wait_until(-0.1)  # late in a second, for this tick and the next ones
+    server.resume()
+    wait_until(0.8)  # just before the next tick
+    lease = wanted.acquire()
+    assert lease
+    server.pause()
+    wait_until(2.02)  # early in a second
+    server.resume()
+
+    never(
+        lambda: not wanted.locked() and lease.held, 1, "a lock that is gone before its lease ends"
+    )
+    reset_locks()
+
+
 # Whole seconds.
 
 
@@ -151,7 +179,7 @@ def test_a_lock_lives_for_its_ttl_whatever_the_moment_and_not_much_longer(
         asked = time.monotonic()
         holder.takes()
         holders.append((holder, asked, time.monotonic()))
-        assert _server_ttl(memcached, holder.request.key) <= 3
+        assert _server_ttl(memcached, holder.request.key) <= 4
         time.sleep(0.025)  # the next moment of the same second
 
     def all_have_ended() -> bool:
