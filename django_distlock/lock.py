@@ -363,8 +363,9 @@ class Lock:
         except LockError:
             raise
         except BaseException:
-            lease = lease or self.last_acquired(current_caller())
-            lease.finish_leaving(lease.entries if entries is None else entries)
+            with suppress(LockNotHeld):
+                lease = lease or self.last_acquired(current_caller())
+                lease.finish_leaving(lease.entries if entries is None else entries)
             raise
 
     @markcoroutinefunction

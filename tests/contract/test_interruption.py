@@ -29,6 +29,7 @@ from django_distlock import (
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import State
+from django_distlock.lock_set import LockSet
 from tests.fixtures.eventually import eventually
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import StopAt, TimeLimit, is_ours
@@ -279,6 +280,18 @@ def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
         return
     with block:
         step.__enter__()
+
+
+@needs("typical")
+@pytest.mark.parametrize("of", [lock, lock_all])
+def test_an_exception_in_a_release_of_what_is_not_held_goes_up(
+    using: str, name: str, of: Callable[..., Lock | LockSet]
+) -> None:
+    recipe = of(name, using=using)
+
+    for number in 1, 2, 3:
+        with pytest.raises(TimeLimit), StopAt(number):
+            recipe.release()
 
 
 async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
