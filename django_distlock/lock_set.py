@@ -95,9 +95,7 @@ class LockSet:
                 for lock, lease, _ in acquired:
                     lock.forget(lease)
                     stack.callback(lease.give_back)
-        except LockError:
-            raise
-        except BaseException:
+        except BaseException:  # a LockError, too: it may have replaced an asynchronous exception
             for _, lease, entries in acquired or self._last_acquired(current_caller())[0]:
                 lease.finish_leaving(entries)
             raise

@@ -23,6 +23,7 @@ from django_distlock import (
     Lock,
     LockBackendError,
     LockDeadlock,
+    LockLost,
     LockNotHeld,
     lock,
     lock_all,
@@ -49,7 +50,7 @@ AT_ONCE = 4.0
 FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "10"))
 #: Kinds of blocks.
 LEFT = ["with", "with a lease", "inner with", "several, kept"]
-RELEASED = ["lease.release", "lock.release", "lock_all.release"]
+RELEASED = ["lease.release", "lock.release", "lock_all.release", "lock_all.release, one lost"]
 LEFT_BY_A_TASK = ["async with", "async with a lease", "arelease", "async several"]
 
 
@@ -236,7 +237,7 @@ def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
 
     def calls_until(number: int, each: str) -> int:
         recipe, step = lock(each, using=using), StopAt(number)
-        with suppress(TimeLimit):
+        with suppress(TimeLimit, LockLost):
             if kind in LEFT_BY_A_TASK:
                 asyncio.run(_leave_in_a_task(kind, recipe, step, kept))
             else:
@@ -269,12 +270,14 @@ def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
         step.number += bool(step.number)
     if kind in {"with a lease", "lease.release"}:
         block = recipe.acquire()
-    elif kind in {"several, kept", "lock_all.release"}:
+    elif kind == "several, kept" or kind.startswith("lock_all.release"):
         block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
         kept.append(block)
     if kind in RELEASED:
         if kind != "lease.release":
-            block.acquire()
+            kept.append(leases := block.acquire())
+            if kind == "lock_all.release, one lost":
+                leases[0].end(State.LOST)
         step.__enter__()
         block.release()
         return
