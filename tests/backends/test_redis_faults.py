@@ -194,9 +194,12 @@ def test_an_alarm_ends_the_wait_with_whatever_its_handler_raises(
 
 @contextmanager
 def signal_at(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
-    """Let *handler* interrupt this, the main thread, after so many *seconds*."""
+    """Let *handler* interrupt this, the main thread, after so many *seconds*, and every 2 seconds from then on.
+
+    Once is not enough: redis-py swallows what comes in the midst of a request, between two waits.
+    """
     before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 2)
     try:
         yield
     finally:
