@@ -523,6 +523,8 @@ class Holding:
             entries = [*self.entries]
             if not self.may_be_left:
                 raise self._not_held()
+            if self._state is State.LOST and self.caller is not None and not self.is_of_caller():
+                return False  # as from a callback of the loss: the caller learns of the loss when it leaves
             if len(entries) == 1:
                 # The caller that releases becomes the caller: a cancelled task may end before the release does.
                 self.caller = current_caller()

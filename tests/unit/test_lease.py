@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -73,8 +74,9 @@ def test_it_is_lost_when_the_deadline_passes_and_not_before(
         lease.check()
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_release_by_a_callback_of_the_loss_hides_no_loss_from_the_exit(
-    memory: LocMemBackend, put_forward: PutForward
+    memory: LocMemBackend, put_forward: PutForward, *, is_elsewhere: bool
 ) -> None:
     def release(reason: str) -> None:
         with suppress(LockNotHeld):
@@ -83,8 +85,13 @@ def test_a_release_by_a_callback_of_the_loss_hides_no_loss_from_the_exit(
     lease = _taken(ttl=100)
     lease.on_lost(release)
     put_forward(101)
+    if is_elsewhere:  # as the thread that renews it does
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: lease.lost).result()
 
     with pytest.raises(LockLost, match="deadline passed"):
+        lease.release()
+    with pytest.raises(LockNotHeld):
         lease.release()
 
 
