@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from django_distlock import LockBackendError, lock, locks
-from django_distlock.backends.redis.connections import AsyncPoolLink
+from django_distlock.backends.redis.connections import ROUNDS, AsyncPoolLink
 from django_distlock.engine.values import Grant
 from django_distlock.exceptions import NotSent
 from django_distlock.ground.holder import Holder
@@ -122,7 +122,8 @@ async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
     await hold(name)
     server.pause()
     try:
-        async with asyncio.timeout(5.5):
+        # The idle connection, and as many rounds to connect as an event loop that is held up makes necessary.
+        async with asyncio.timeout(1.5 + ROUNDS * (0.25 + 1.5) + 2):
             with pytest.raises(LockBackendError):
                 await lock(name, ttl=LONG, timeout=0).aacquire()
     finally:
