@@ -207,8 +207,10 @@ class Faulty(_Base):
     def _around(self, verb: str) -> Iterator[None]:
         self.calls[verb] += 1
         self._before.get(verb, _nothing)()
-        yield
-        self.answers[verb] += 1
+        try:
+            yield
+        finally:  # an error is an answer, too, such as that of a request that is interrupted
+            self.answers[verb] += 1
         self._after.get(verb, _nothing)()
 
     def _refuse(self) -> None:
