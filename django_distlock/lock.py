@@ -354,18 +354,17 @@ class Lock:
 
     def release(self) -> None:
         """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
-        lease = entries = None
+        acquired = None
         try:
-            lease = self.last_acquired(current_caller())
-            entries = lease.entries
+            acquired = lease, _ = self.last_acquired(current_caller())
             self.forget(lease)
             lease.give_back()
         except LockError:
             raise
         except BaseException:
             with suppress(LockNotHeld):
-                lease = lease or self.last_acquired(current_caller())
-                lease.finish_leaving(lease.entries if entries is None else entries)
+                lease, entries = acquired or self.last_acquired(current_caller())
+                lease.finish_leaving(entries)
             raise
 
     @markcoroutinefunction
@@ -375,7 +374,7 @@ class Lock:
 
     async def _arelease(self, caller: Caller) -> None:
         # Not found and forgotten before: a task that is cancelled before its first step never comes here.
-        lease = self.last_acquired(caller)
+        lease, _ = self.last_acquired(caller)
         self.forget(lease)
         await lease.arelease()
 
@@ -635,11 +634,14 @@ class Lock:
                     self._acquired.remove(known)
         self._acquired.append(lease.ref)
 
-    def last_acquired(self, caller: Caller) -> Lease:
-        """Return the lease that *caller* acquired last and has not released by release(); LockNotHeld if there is none."""
+    def last_acquired(self, caller: Caller) -> tuple[Lease, object]:
+        """Return the lease that *caller* acquired last and has not released by release(), and its entries now.
+
+        LockNotHeld if there is none.
+        """
         for known in reversed([*self._acquired]):
             if (lease := known()) is not None and lease.is_of(caller):
-                return lease
+                return lease, lease.entries
         raise LockNotHeld(self.name)
 
     def forget(self, lease: Lease) -> None:

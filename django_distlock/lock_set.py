@@ -122,8 +122,7 @@ class LockSet:
         missing: list[LockNotHeld] = []
         for lock in self._locks:
             try:
-                lease = lock.last_acquired(caller)
-                acquired.append((lock, lease, lease.entries))
+                acquired.append((lock, *lock.last_acquired(caller)))
             except LockNotHeld as error:
                 missing.append(error)
         return acquired, missing
