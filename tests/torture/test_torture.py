@@ -77,7 +77,12 @@ def test_the_checker_finds_that_there_is_no_lock(rows: PostgreSQL, tmp_path: Pat
 def test_the_checker_finds_updates_lost_by_holders_that_were_stopped_without_a_fence(
     rows: PostgreSQL, tmp_path: Path
 ) -> None:
-    verdict = _tortured("careless", CONTROLS["careless"], rows, tmp_path, 6)
+    # Chance decides whether a stop meets a holder between its reading and its writing.
+    runs = (
+        _tortured(f"careless{number}", CONTROLS["careless"], rows, tmp_path, 6)
+        for number in range(4)
+    )
+    verdict = next((each for each in runs if each.lost["unfenced"]), None)
 
+    assert verdict, "no update was lost"
     assert {finding.rule for finding in verdict.findings} == {"lost updates"}
-    assert verdict.lost["unfenced"] > 0
