@@ -182,56 +182,33 @@ def claim_gives_back_what_it_is_given(
     lease.claim(7)  # type: ignore[type-var]  # neither an instance nor a queryset
 
 
-@distributed_lock("fee:{account_id}")
-def charge_as_the_tutorial_does(account_id: int) -> None:
-    lease = current_lease()
-    assert lease is not None
-    account = lease.claim(Account(pk=account_id))
-    account.balance -= 1
-    lease.save(account)
-
-
-@unique_task("import:{shop_id}", lease=timedelta(hours=2), using="redis", acks_late=True)
-def import_orders(shop_id: int) -> str:
-    return str(shop_id)
-
-
-@unique_task("index:{shop_id}", debounce=30, at_most=timedelta(minutes=5))
+@unique_task(
+    "index:{shop_id}", using="redis", acks_late=True, debounce=30, at_most=timedelta(minutes=5)
+)
 def index_shop(shop_id: int) -> None: ...
 
 
-@tasks.unique_task("index:{shop_id}", debounce=timedelta(seconds=30), at_most=300)
-def index_orders(shop_id: int) -> None: ...
-
-
 @unique_task
+@tasks.unique_task
 def import_prices(shop_id: int) -> None: ...
 
 
-@tasks.unique_task
-def count_prices(shop_id: int) -> int:
-    return shop_id
-
-
-@tasks.unique_task()
-def count_all() -> int:
-    return 7
-
-
-@unique_task(lambda shop_id: f"import:{shop_id}", bind=True)
+@unique_task(lambda shop_id: f"import:{shop_id}", bind=True, lease=timedelta(hours=2))
 def go_on(self: Any, shop_id: int) -> None:
     with attached(self) as lease:
         assert_type(lease, Lease)
 
 
-@tasks.unique_task("count:{shop_id}", lease=timedelta(hours=2), using="redis", queue_name="slow")
+@tasks.unique_task(
+    "count:{shop_id}", lease=60, using="redis", debounce=30, at_most=300, queue_name="slow"
+)
 def count_orders(shop_id: int) -> int:
     return shop_id
 
 
 def enqueue_a_task() -> None:
     assert_type(count_orders, tasks.UniqueTask)
-    assert_type(count_all, tasks.UniqueTask)
+    assert_type(tasks.unique_task()(bare), tasks.UniqueTask)
     if result := count_orders.enqueue(7):
         assert_type(result.id, str)
 
@@ -298,13 +275,7 @@ async def call_idempotent_views(request: HttpRequest) -> None:
 
 
 def edit_an_object(request: HttpRequest, account: Account, form: ModelForm[Account]) -> None:
-    edit = edit_lock(
-        request,
-        account,
-        using="redis",
-        ttl=timedelta(hours=1),
-        may_take_over=False,
-    )
+    edit = edit_lock(request, account, using="redis", ttl=timedelta(hours=1), may_take_over=False)
     assert_type(edit, EditLock)
     assert_type(edit.is_read_only, bool)
     assert_type(edit.accepts(form), bool)
@@ -319,11 +290,6 @@ def send_a_task(lease: Lease) -> None:
 @distributed_lock
 def bare(account_id: int, *, rate: float = 0.03) -> str:
     return f"{account_id} {rate}"
-
-
-@distributed_lock()
-def with_brackets(account_id: int) -> str:
-    return str(account_id)
 
 
 @distributed_lock("fee:{account_id}", timeout=5, on_busy=skip("later"))
@@ -353,16 +319,6 @@ def numbers(upto: int) -> Iterator[int]:
 @distributed_lock("report")
 async def numbers_in_a_task(upto: int) -> AsyncIterator[int]:
     yield upto
-
-
-@lock("report", timeout=5)
-def as_a_decorator(number: int) -> str:
-    return str(number)
-
-
-@lock("report")
-async def as_a_decorator_in_a_task(number: int) -> str:
-    return str(number)
 
 
 @distributed_lock(name=lambda account: f"fee:{account.pk}")
@@ -500,7 +456,7 @@ async def objects_leaders_and_holders(account: Account) -> None:
 
 async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequest) -> None:
     assert_type(bare(7, rate=0.1), str)
-    assert_type(with_brackets(7), str)
+    assert_type(distributed_lock()(bare)(7), str)
     assert_type(named(account_id=7), str)  # skip("later"), a text too
     with_terms(7)
     assert_type(view(request, 7), HttpResponse)
@@ -514,8 +470,8 @@ async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequ
     assert_type(operation(request, 7), dict[str, int])
     assert_type(shop.static_below(7), int)
     assert_type(Shop.class_below(7), Shop)
-    assert_type(as_a_decorator(7), str)
-    assert_type(await as_a_decorator_in_a_task(7), str)
+    assert_type(lock("report", timeout=5)(bare)(7), str)
+    assert_type(await lock("report")(in_a_task)(7), list[int])
     assert_type(named_by_a_lambda(Account()), int)
     assert_type(named_by_a_function(Account(), "May"), int)
     bare("7")  # type: ignore[arg-type]  # an error is seen through the decorator
@@ -530,7 +486,7 @@ def what_is_wrong_is_seen() -> None:
     lock("a", ttl=None)  # type: ignore[arg-type]  # every lease ends
     lock("a", release="later")  # type: ignore[arg-type]  # there are two
     lock_all(["a", "b"])  # type: ignore[arg-type]  # names, not a list of them
-    as_a_decorator("7")  # type: ignore[arg-type]  # seen through lock(), too
+    lock("report")(bare)("7")  # type: ignore[arg-type]  # seen through lock(), too
     named_by_a_lambda(7)  # type: ignore[arg-type]  # as above
     distributed_lock("a", on_busy="skip")  # type: ignore[call-overload]  # skip()
     distributed_lock("a", timout=5)  # type: ignore[call-overload]  # a word misspelt
@@ -556,16 +512,9 @@ def receive(sender: type[BaseLockBackend], *, name: str, using: str, **facts: An
 
 
 def listen() -> None:
-    for signal in (
-        lock_acquired,
-        backend_failed,
-        lock_busy,
-        lock_detached,
-        lock_extended,
-        lock_forced,
-        lock_lost,
-        lock_released,
-    ):
+    for signal in (lock_acquired, backend_failed, lock_busy, lock_detached, lock_extended):
+        signal.connect(receive)
+    for signal in (lock_forced, lock_lost, lock_released):
         signal.connect(receive)
 
 
