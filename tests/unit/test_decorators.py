@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import pickle
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -21,20 +21,13 @@ from django_distlock import (
     retry,
     skip,
 )
-from tests.contract.crew import elsewhere, held_in_thread
+from tests.contract.crew import elsewhere
 
 pytestmark = pytest.mark.usefixtures("memory")
 
 
 def _is_held(name: str) -> bool:
     return lock(name).locked()
-
-
-@pytest.fixture
-def busy() -> Iterator[str]:
-    """The name of a lock that somebody else holds."""
-    with held_in_thread(lock("busy", ttl=20)):
-        yield "busy"
 
 
 class TestNames:
@@ -121,7 +114,6 @@ class TestKinds:
         assert work(1, by=2) == 3
         assert not _is_held("a")
         assert (work.__name__, work.__doc__) == ("work", "Work.")
-        assert list(inspect.signature(work).parameters) == ["number", "by"]
 
     def test_methods_of_all_kinds_hold_it(self) -> None:
         class Account:
@@ -149,7 +141,6 @@ class TestKinds:
 
         account = Account()
         assert account.method()
-        assert account.class_method()
         assert Account.class_method()
         assert account.static_method()
         assert account.a_property
@@ -184,41 +175,25 @@ class TestKinds:
             assert owner.class_below()
             assert owner.bare_class()
 
-    async def test_a_coroutine_function_holds_it_while_it_runs(self) -> None:
-        @distributed_lock("a:{number}")
-        async def work(number: int) -> int:
+    async def test_whatever_returns_something_to_await_holds_it_until_then(self) -> None:
+        async def coroutine(number: int) -> int:
             await asyncio.sleep(0)
             assert await lock(f"a:{number}").alocked()
             return number
 
-        assert inspect.iscoroutinefunction(work)
-        assert await work(1) == 1
-        assert not await lock("a:1").alocked()
+        def plain(number: int) -> Awaitable[int]:
+            return coroutine(number)
 
-    async def test_what_asgiref_marks_as_a_coroutine_function_is_one(self) -> None:
-        async def body() -> bool:
-            return await lock("a").alocked()
-
-        @distributed_lock("a")
         @_marked
-        def work() -> Coroutine[Any, Any, bool]:
-            return body()
+        def marked(number: int) -> Awaitable[int]:
+            return coroutine(number)
 
-        assert iscoroutinefunction(work)
-        assert await work()
-        assert not await lock("a").alocked()
+        for function in (coroutine, plain, marked):
+            work = distributed_lock("a:{number}")(function)
 
-    async def test_a_function_that_returns_something_to_await_holds_it_until_then(self) -> None:
-        async def body() -> bool:
-            await asyncio.sleep(0)
-            return await lock("a").alocked()
-
-        @distributed_lock("a")
-        def work() -> Awaitable[bool]:
-            return body()
-
-        assert await work()
-        assert not await lock("a").alocked()
+            assert iscoroutinefunction(work) is (function is not plain)
+            assert await work(1) == 1
+            assert not await lock("a:1").alocked()
 
     def test_a_generator_holds_it_from_its_first_value_to_its_last(self) -> None:
         @distributed_lock("a")
@@ -299,10 +274,6 @@ class TestLockAsADecorator:
 
         assert charge(7)
         assert not _is_held("fee:7")
-        assert (charge.__name__, list(inspect.signature(charge).parameters)) == (
-            "charge",
-            ["account_id"],
-        )
 
     def test_one_lock_may_decorate_and_be_entered(self) -> None:
         report = lock("report")
@@ -332,6 +303,7 @@ class TestWhatIsKept:
 
         work.colour = "red"  # type: ignore[attr-defined]  # as decorators leave them
         for wrapped in (distributed_lock(work), distributed_lock("a")(work), lock("a")(work)):
+            assert wrapped.__name__ == "work"
             assert wrapped.__wrapped__ is work  # type: ignore[attr-defined]  # of functools.wraps()
             assert wrapped.colour == "red"  # type: ignore[attr-defined]  # as above
             assert inspect.signature(wrapped) == inspect.signature(work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from django_distlock.ground import clock
 from django_distlock.ground.clock import drift
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
+from tests.fixtures.interruption import TimeLimit
 
 
 @pytest.mark.parametrize("text", [None, b"text", 5])
@@ -56,7 +56,7 @@ def test_our_deadline_is_before_the_servers_by_the_drift_of_clocks(
     registry.release_all()
 
 
-def test_it_is_lost_when_the_deadline_passes_and_not_before(
+def test_it_is_lost_when_the_deadline_passes_not_before_and_for_good(
     memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease = _taken(ttl=100)
@@ -70,6 +70,9 @@ def test_it_is_lost_when_the_deadline_passes_and_not_before(
     assert lease.lost
     assert not lease.held
     assert lease.remaining == 0
+    put_forward(0)
+    assert lease.lost
+    assert lease.state is State.LOST
     with pytest.raises(LockLost, match="deadline passed"):
         lease.check()
 
@@ -112,19 +115,6 @@ def test_one_that_the_exit_gives_back_during_its_release_was_not_lost(
     assert lease.state is State.RELEASED
 
 
-def test_lost_is_final_even_if_the_clock_went_back(
-    memory: LocMemBackend, put_forward: PutForward
-) -> None:
-    lease = _taken(ttl=100)
-    put_forward(100)
-    assert lease.lost
-
-    put_forward(0)
-
-    assert lease.lost
-    assert lease.state is State.LOST
-
-
 def test_it_is_in_no_jeopardy_because_its_max_hold_ends(
     memory: LocMemBackend, put_forward: PutForward
 ) -> None:
@@ -158,8 +148,8 @@ def test_released_is_final_and_tells_nobody(memory: LocMemBackend, put_forward: 
     assert not isinstance(caught.value, LockLost)
 
 
-class Line(LocalQueue):
-    """Notes who leaves it."""
+class StoppedLine(LocalQueue):
+    """An exception from outside comes when the first one leaves it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,21 +158,13 @@ class Line(LocalQueue):
     def leave(self, key: str, place: Any) -> None:
         self.left.append(key)
         super().leave(key, place)
-
-
-class TimeLimit(BaseException):
-    """Comes from outside, at any moment."""
+        if len(self.left) == 1:
+            raise TimeLimit
 
 
 def test_an_exception_from_outside_at_the_end_keeps_nothing_from_those_who_wait_for_it(
     memory: LocMemBackend,
 ) -> None:
-    class StoppedLine(Line):
-        def leave(self, key: str, place: Any) -> None:
-            super().leave(key, place)
-            if len(self.left) == 1:
-                raise TimeLimit
-
     line = memory.queue = StoppedLine()
     lease = _taken()
     lease.in_line_as = lease.ref
@@ -262,7 +244,7 @@ def test_max_hold_cuts_extensions_short(memory: LocMemBackend, put_forward: PutF
 
 
 @pytest.mark.parametrize("error", [LockNotHeld, LockLost])
-def test_once_released_or_expired_it_cannot_be_entered(
+async def test_once_released_or_expired_it_cannot_be_entered(
     memory: LocMemBackend, put_forward: PutForward, error: type[Exception]
 ) -> None:
     lease = _taken(ttl=100)
@@ -274,12 +256,8 @@ def test_once_released_or_expired_it_cannot_be_entered(
     with pytest.raises(error), lease:
         pytest.fail("the body ran")
     with pytest.raises(error):
-        asyncio.run(_enter(lease))
-
-
-async def _enter(lease: Lease) -> None:
-    async with lease:
-        pytest.fail("the body ran")
+        async with lease:
+            pytest.fail("the body ran")
 
 
 def test_guard_needs_a_backend_in_that_database(

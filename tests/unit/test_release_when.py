@@ -22,7 +22,6 @@ from django.test import TestCase
 from pytest_django.fixtures import Settings
 
 from django_distlock import (
-    Lease,
     LockDeadlock,
     LockLost,
     ReleasedBeforeCommit,
@@ -375,7 +374,9 @@ class InTestCase(TestCase):
 
     def test_it_is_free_after_its_rollback(self) -> None:
         with pytest.raises(RolledBack), transaction.atomic():
-            self.code_under_test_without_durable()
+            with transaction.atomic():
+                by_with()
+            assert not is_free()
             raise RolledBack
 
         assert is_free()
@@ -385,11 +386,6 @@ class InTestCase(TestCase):
 
     def test_a_savepoint_that_is_rolled_back_frees_nothing(self) -> None:
         test_a_savepoint_that_is_rolled_back_frees_nothing()
-
-    def code_under_test_without_durable(self) -> None:
-        with transaction.atomic():
-            by_with()
-        assert not is_free()
 
     def test_outside_a_block_of_the_code_it_is_free_at_once(self) -> None:
         by_with()
@@ -421,13 +417,7 @@ class InTestCase(TestCase):
 # In async code.
 
 
-async def test_in_async_code_it_is_free_at_once() -> None:
-    async with lock("a"):
-        pass
-    assert not await lock("a").alocked()
-
-
-async def test_a_transaction_in_a_thread_of_async_code_keeps_it() -> None:
+async def test_a_transaction_in_a_thread_of_async_code_keeps_its_locks_alone() -> None:
     def work() -> bool:
         with transaction.atomic():
             by_with()
@@ -477,39 +467,21 @@ def test_at_exit_is_warned_of_once_for_each_place_whatever_the_names() -> None:
     assert len(transactions._told[__file__]) == len(shown) + 1  # the version of the filters
 
 
-def test_at_exit_raises_if_strict(settings: Settings) -> None:
+@pytest.mark.parametrize("leave", ["at exit", "release", "detach"])
+def test_what_is_left_before_the_commit_raises_if_strict(settings: Settings, leave: str) -> None:
     settings.DISTLOCK = {"default": {"BACKEND": LOCMEM, "STRICT": True}}
-    with pytest.raises(ReleasedBeforeCommit, match=r"Lock 'a' was released before .* on 'default'"):
-        leave_early("a")
+    from_before = lock("b").acquire()
+    assert from_before
 
-    assert is_free()
+    with pytest.raises(ReleasedBeforeCommit, match=r"Lock '.' was released before .* on 'default'"):
+        if leave == "at exit":
+            leave_early("a")
+        else:
+            with transaction.atomic():
+                getattr(from_before, leave)()
 
-
-# A lock from before the transaction.
-
-
-def release_early(lease: Lease) -> None:
-    with transaction.atomic():
-        lease.release()
-
-
-def detach_early(lease: Lease) -> None:
-    with transaction.atomic():
-        lease.detach()
-
-
-@pytest.mark.parametrize("leave", [release_early, detach_early])
-def test_one_from_before_that_is_left_inside_raises_if_strict(
-    settings: Settings, leave: Callable[[Lease], None]
-) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM, "STRICT": True}}
-    lease = lock("a").acquire()
-    assert lease
-
-    with pytest.raises(ReleasedBeforeCommit, match=r"Lock 'a' was released before .* on 'default'"):
-        leave(lease)
-
-    assert lease.held is (leave is detach_early)
+    assert is_free("a")
+    assert from_before.held is (leave != "release")
     reset_locks()
 
 
