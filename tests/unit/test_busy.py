@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from django.core.management import BaseCommand, call_command
-from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.test import RequestFactory
 from pytest_django.fixtures import Settings
@@ -29,42 +28,36 @@ def busy() -> Iterator[str]:
         yield "busy"
 
 
+def body(*args: Any, **kwargs: Any) -> Any:
+    pytest.fail("held by another thread")
+
+
+def refused(on_busy: Policy | None) -> Any:
+    """Return a function that never runs, as its lock is busy."""
+    return distributed_lock("busy", timeout=0, on_busy=on_busy)(body)
+
+
 def test_skip_returns_a_value_instead(busy: str) -> None:
-    @distributed_lock(busy, timeout=0, on_busy=skip())
-    def nothing() -> object:
-        pytest.fail("held by another thread")
-
-    @distributed_lock(busy, timeout=0, on_busy=skip("later"))
-    def something() -> object:
-        pytest.fail("held by another thread")
-
-    assert nothing() is None
-    assert something() == "later"
+    assert refused(skip())() is None
+    assert refused(skip("later"))() == "later"
 
 
 def test_a_callable_is_given_the_error_and_the_arguments(busy: str) -> None:
     def instead(error: LockNotAcquired, *args: object, **kwargs: object) -> object:
         return error.name, args, kwargs
 
-    @distributed_lock(busy, timeout=0, on_busy=instead)
-    def work(*args: object, **kwargs: object) -> object:
-        pytest.fail("held by another thread")
-
-    assert work(1, 2, x=3) == (busy, (1, 2), {"x": 3})
+    assert refused(instead)(1, 2, x=3) == (busy, (1, 2), {"x": 3})
 
 
 class Report(BaseCommand):
     requires_system_checks = ()
-
-    @distributed_lock("busy", timeout=0)
-    def handle(self, *args: object, **options: object) -> None:
-        pytest.fail("held by another thread")
+    handle = refused(None)
 
 
 class OtherReport(Report):
     def handle(self, *args: object, **options: object) -> None:
         with lock("busy", timeout=0):
-            pytest.fail("held by another thread")
+            body()
 
 
 @pytest.mark.parametrize("command", [Report, OtherReport])
@@ -84,18 +77,12 @@ def test_a_busy_command_ends_with_one_line(busy: str, command: type[BaseCommand]
 @pytest.mark.parametrize("name", ["busy", "status", "countdown", "options", "value"])
 def test_an_argument_of_the_call_may_have_any_name(busy: str, name: str) -> None:
     pytest.importorskip("celery")
-
-    def work(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("held by another thread")
-
-    request = RequestFactory().get("/")
     given = {name: 1}
 
-    assert distributed_lock(busy, timeout=0, on_busy=skip("later"))(work)(**given) == "later"
-    answer: Any = distributed_lock(busy, timeout=0, on_busy=respond())(work)(request, **given)
-    assert answer.status_code == 409
+    assert refused(skip("later"))(**given) == "later"
+    assert refused(respond())(RequestFactory().get("/"), **given).status_code == 409
     with pytest.raises(LockNotAcquired):
-        distributed_lock(busy, timeout=0, on_busy=retry())(work)(**given)
+        refused(retry())(**given)
 
 
 async def test_the_policy_of_a_generator_is_told_of_the_call(busy: str) -> None:
@@ -121,11 +108,7 @@ async def test_the_policy_of_a_generator_is_told_of_the_call(busy: str) -> None:
 
 
 def test_respond_answers_with_a_status_and_when_to_try_again(busy: str) -> None:
-    @distributed_lock(busy, timeout=0, on_busy=respond())
-    def view(request: HttpRequest) -> HttpResponse:
-        pytest.fail("held by another thread")
-
-    response = view(RequestFactory().get("/"))
+    response = refused(respond())(RequestFactory().get("/"))
 
     assert response.status_code == 409
     assert response["Retry-After"] == "5"
@@ -134,11 +117,7 @@ def test_respond_answers_with_a_status_and_when_to_try_again(busy: str) -> None:
 
 @pytest.mark.parametrize("accept", ["application/json", "application/problem+json"])
 def test_respond_answers_in_json_whom_asks_for_it(busy: str, accept: str) -> None:
-    @distributed_lock(busy, timeout=0, on_busy=respond(423))
-    def view(request: HttpRequest) -> HttpResponse:
-        pytest.fail("held by another thread")
-
-    response = view(RequestFactory().get("/", headers={"accept": accept}))
+    response = refused(respond(423))(RequestFactory().get("/", headers={"accept": accept}))
 
     assert response.status_code == 423
     assert response["Content-Type"] == "application/problem+json"
@@ -151,12 +130,8 @@ def test_respond_answers_in_json_whom_asks_for_it(busy: str, accept: str) -> Non
 
 @pytest.mark.parametrize("accept", ["text/html", "application/json"])
 def test_respond_tells_a_client_neither_the_name_nor_the_holder(busy: str, accept: str) -> None:
-    @distributed_lock(busy, timeout=0)
-    def work() -> None:
-        pytest.fail("held by another thread")
-
     with pytest.raises(LockNotAcquired) as caught:
-        work()
+        refused(None)()
     answer = respond()(caught.value, RequestFactory().get("/", headers={"accept": accept}))
 
     assert caught.value.holder
@@ -172,9 +147,7 @@ def test_respond_shows_people_a_page_that_tells_when(
         {"BACKEND": "django.template.backends.django.DjangoTemplates", "DIRS": [tmp_path]}
     ]
 
-    @distributed_lock(busy, timeout=0, on_busy=respond(template="busy.html"))
-    def view(request: HttpRequest) -> HttpResponse:
-        pytest.fail("held by another thread")
+    view = refused(respond(template="busy.html"))
 
     page = view(RequestFactory().get("/"))
     asked = view(RequestFactory().get("/", headers={"accept": "application/json"}))
@@ -258,10 +231,7 @@ def test_a_busy_task_is_logged_in_one_line(
 ) -> None:
     app = pytest.importorskip("celery").Celery(set_as_current=False)
 
-    @app.task(throws=thrown, max_retries=0, shared=False)  # type: ignore[untyped-decorator]  # of Celery, found at run time
-    @distributed_lock(busy, timeout=0, on_busy=on_busy)
-    def work() -> None:
-        pytest.fail("held by another thread")
+    work = app.task(throws=thrown, max_retries=0, shared=False)(refused(on_busy))
 
     with caplog.at_level("INFO", "celery"):
         results = [work.apply().result for _ in range(2)]

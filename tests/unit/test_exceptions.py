@@ -33,23 +33,70 @@ from django_distlock.ground.holder import Holder
 HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
 UNTIL = datetime(2031, 5, 4, 12, 5, 30, tzinfo=UTC)
 
+SAID = [
+    (
+        LockNotAcquired("fee:1", 5.0, HOLDER, 2.5),
+        f"Lock 'fee:1' is held by {HOLDER}: gave up after 5 s; its lease has 2.5 s left.",
+    ),
+    (LockNotAcquired("fee:1", 0.0), "Lock 'fee:1' is held: gave up after 0 s."),
+    (
+        LockNotAcquired("fee:1", 0.316, None, 2660),
+        "Lock 'fee:1' is held: gave up after 0.32 s; its lease has 44 minutes left.",
+    ),
+    (
+        LockNotAcquired("fee:1", 0.0, None, 60, UNTIL),
+        "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold): gave up after 0 s.",
+    ),
+    (
+        LockNotHeld("fee:1"),
+        "Lock 'fee:1' is not held: it was not acquired, or is already released.",
+    ),
+    (LockLost("fee:1", "forced"), "Lock 'fee:1' was lost: forced."),
+    (LockNotOwned("fee:1"), "Lock 'fee:1' was lost: somebody else holds it now."),
+    (
+        LockBackendError("redis", "no majority", {"a": "timeout", "b": "refused"}),
+        "DISTLOCK['redis']: no majority. a: timeout. b: refused.",
+    ),
+    (
+        StaleFencingToken("fee:1", 7, "a later holder has claimed this data", 7),
+        "Lock 'fee:1', fencing token 7: a later holder has claimed this data (its fence is 7).",
+    ),
+    (
+        StaleFencingToken("fee:1", 7, "a later holder has claimed this data"),
+        "Lock 'fee:1', fencing token 7: a later holder has claimed this data.",
+    ),
+    (
+        NotSupported("cache", "fencing tokens", "Use another backend."),
+        "DISTLOCK['cache'] does not support fencing tokens. Use another backend.",
+    ),
+    (NotSupported("cache", "listing"), "DISTLOCK['cache'] does not support listing."),
+    (
+        LockDeadlock("fee:1", "it waits for itself"),
+        "Waiting for lock 'fee:1' would never end: it waits for itself.",
+    ),
+    (
+        ReleasedBeforeCommit("fee:1", "shop"),
+        (
+            "Lock 'fee:1' was released before the transaction around it on 'shop' was committed: the next "
+            'holder reads old data. Release or detach() it after the commit: leave out release="at_exit", '
+            'or use release="on_commit".'
+        ),
+    ),
+    (
+        SnapshotBeforeLock("", "shop"),
+        (
+            "A lock was to be acquired in a transaction on 'shop' that has read before: at its isolation level "
+            "it reads old data while it holds the lock. Acquire the lock before anything is read, or outside "
+            "atomic(), or use the isolation level READ COMMITTED."
+        ),
+    ),
+]
 ERRORS = [
+    *(error for error, _ in SAID),
     LockError("something"),
-    LockNotAcquired("a", 5.0, HOLDER, 2.5),
-    LockNotAcquired("a"),
-    LockNotAcquired("a", 0.0, None, 60.0, UNTIL),
-    LockNotHeld("a"),
-    LockLost("a", "its deadline passed"),
-    LockNotOwned("a"),
-    LockBackendError("redis", "no answer", {"server 1": "timeout", "server 2": "refused"}),
     LockBackendError("redis", "no answer"),
     LockOutcomeUnknown("redis", "the reply was lost"),
-    LockDeadlock("a", "it waits for itself"),
-    StaleFencingToken("a", 7, "a later holder has claimed this data", 7),
-    StaleFencingToken("a", 7, "a later holder has claimed this data"),
-    StaleFencingToken("a", 7, "a later holder has claimed this data", 7_200_000_007),
-    NotSupported("cache", "fencing tokens", "Use another backend."),
-    ReleasedBeforeCommit("a", "default"),
+    StaleFencingToken("fee:1", 7, "a later holder has claimed this data", 7_200_000_007),
     ReleasedBeforeCommit("", "default"),
     SnapshotBeforeLock("a", "default"),
     InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
@@ -115,99 +162,32 @@ def test_an_error_survives_the_result_backends_of_celery(error: Exception, seria
     assert vars(restored) == vars(error)
 
 
-@pytest.mark.parametrize(
-    ("error", "caught_by"),
-    [
-        (LockNotAcquired, {LockError, TimeoutError, CommandError}),
-        (LockNotHeld, {LockError, RuntimeError}),
-        (LockLost, {LockNotHeld, LockError, RuntimeError}),
-        (LockNotOwned, {LockLost, LockNotHeld, LockError, RuntimeError}),
-        (LockBackendError, {LockError}),
-        (LockOutcomeUnknown, {LockBackendError, LockError}),
-        (LockDeadlock, {LockError}),
-        (StaleFencingToken, {LockError}),
-        (NotSupported, {LockError}),
-        (ReleasedBeforeCommit, {LockError, RuntimeWarning}),
-        (SnapshotBeforeLock, {LockError, RuntimeWarning}),
-        (InvalidLockBackend, {ImproperlyConfigured}),
-    ],
-)
+CAUGHT: list[tuple[type[Exception], set[type[Exception]]]] = [
+    (LockNotAcquired, {LockError, TimeoutError, CommandError}),
+    (LockNotHeld, {LockError, RuntimeError}),
+    (LockLost, {LockNotHeld, LockError, RuntimeError}),
+    (LockNotOwned, {LockLost, LockNotHeld, LockError, RuntimeError}),
+    (LockBackendError, {LockError}),
+    (LockOutcomeUnknown, {LockBackendError, LockError}),
+    (LockDeadlock, {LockError}),
+    (StaleFencingToken, {LockError}),
+    (NotSupported, {LockError}),
+    (ReleasedBeforeCommit, {LockError, RuntimeWarning}),
+    (SnapshotBeforeLock, {LockError, RuntimeWarning}),
+    (InvalidLockBackend, {ImproperlyConfigured}),
+]
+
+
+@pytest.mark.parametrize(("error", "caught_by"), CAUGHT)
 def test_an_error_is_caught_by_its_kind_and_by_no_other(
     error: type[Exception], caught_by: set[type[Exception]]
 ) -> None:
-    kinds = {
-        *(type(each) for each in ERRORS),
-        CommandError,
-        ImproperlyConfigured,
-        RuntimeError,
-        RuntimeWarning,
-        TimeoutError,
-    }
+    kinds = {*(type(each) for each in ERRORS), *(kind for _, kinds in CAUGHT for kind in kinds)}
 
     assert {kind for kind in kinds if issubclass(error, kind)} == caught_by | {error}
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (
-            LockNotAcquired("fee:1", 5.0, HOLDER, 2.5),
-            f"Lock 'fee:1' is held by {HOLDER}: gave up after 5 s; its lease has 2.5 s left.",
-        ),
-        (LockNotAcquired("fee:1", 0.0), "Lock 'fee:1' is held: gave up after 0 s."),
-        (
-            LockNotAcquired("fee:1", 0.316, None, 2660),
-            "Lock 'fee:1' is held: gave up after 0.32 s; its lease has 44 minutes left.",
-        ),
-        (
-            LockNotAcquired("fee:1", 0.0, None, 60, UNTIL),
-            "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold): gave up after 0 s.",
-        ),
-        (
-            LockNotHeld("fee:1"),
-            "Lock 'fee:1' is not held: it was not acquired, or is already released.",
-        ),
-        (LockLost("fee:1", "forced"), "Lock 'fee:1' was lost: forced."),
-        (LockNotOwned("fee:1"), "Lock 'fee:1' was lost: somebody else holds it now."),
-        (
-            LockBackendError("redis", "no majority", {"a": "timeout", "b": "refused"}),
-            "DISTLOCK['redis']: no majority. a: timeout. b: refused.",
-        ),
-        (
-            StaleFencingToken("fee:1", 7, "a later holder has claimed this data", 7),
-            "Lock 'fee:1', fencing token 7: a later holder has claimed this data (its fence is 7).",
-        ),
-        (
-            StaleFencingToken("fee:1", 7, "a later holder has claimed this data"),
-            "Lock 'fee:1', fencing token 7: a later holder has claimed this data.",
-        ),
-        (
-            NotSupported("cache", "fencing tokens", "Use another backend."),
-            "DISTLOCK['cache'] does not support fencing tokens. Use another backend.",
-        ),
-        (NotSupported("cache", "listing"), "DISTLOCK['cache'] does not support listing."),
-        (
-            LockDeadlock("fee:1", "it waits for itself"),
-            "Waiting for lock 'fee:1' would never end: it waits for itself.",
-        ),
-        (
-            ReleasedBeforeCommit("fee:1", "shop"),
-            (
-                "Lock 'fee:1' was released before the transaction around it on 'shop' was committed: the next "
-                'holder reads old data. Release or detach() it after the commit: leave out release="at_exit", '
-                'or use release="on_commit".'
-            ),
-        ),
-        (
-            SnapshotBeforeLock("", "shop"),
-            (
-                "A lock was to be acquired in a transaction on 'shop' that has read before: at its isolation level "
-                "it reads old data while it holds the lock. Acquire the lock before anything is read, or outside "
-                "atomic(), or use the isolation level READ COMMITTED."
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("error", "text"), SAID)
 def test_an_error_says_what_and_which_and_what_now(error: Exception, text: str) -> None:
     assert str(error) == text
 
