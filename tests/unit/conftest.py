@@ -1,4 +1,4 @@
-"""What the unit tests share: an alias whose locks are in the memory of this process."""
+"""What the unit tests share: an alias whose locks are in the memory of this process, and the lease of the caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from pytest_django.fixtures import Settings
 
-from django_distlock import locks
+from django_distlock import Lease, current_lease, locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
@@ -30,3 +30,10 @@ def memory(settings: Settings) -> Iterator[LocMemBackend]:
         )
     finally:
         registry.release_all()
+
+
+def own_lease(name: str | None = None) -> Lease:
+    """Return the current lease of the caller, who has one."""
+    lease = current_lease(name)
+    assert lease
+    return lease

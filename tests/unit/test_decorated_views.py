@@ -18,10 +18,11 @@ from django.utils.decorators import (
 )
 from pytest_django.fixtures import Settings
 
-from django_distlock import current_lease, distributed_lock, lock, respond
-from django_distlock.backends.locmem import LocMemBackend
+from django_distlock import LockTerms, distributed_lock, lock, respond
+from tests.unit.conftest import own_lease
 
 pytestmark = pytest.mark.usefixtures("memory")
+ONCE_A_MINUTE: LockTerms = {"timeout": 0, "min_hold": 60, "free_on_error": True}
 
 
 def _is_held(name: str) -> bool:
@@ -50,16 +51,14 @@ def test_a_view_may_be_an_object() -> None:
     ("status", "is_reserved"), [(200, True), (302, True), (400, False), (500, False)]
 )
 def test_a_view_that_fails_reserves_nothing(status: int, is_reserved: bool) -> None:
-    @distributed_lock("a", timeout=0, min_hold=60, free_on_error=True)
     def view(request: HttpRequest) -> HttpResponse:
         return HttpResponse(status=status)
 
-    @distributed_lock("b", timeout=0, min_hold=60, free_on_error=True)
     async def aview(request: HttpRequest) -> HttpResponse:
-        return HttpResponse(status=status)
+        return view(request)
 
-    view(RequestFactory().get("/"))
-    asyncio.run(aview(AsyncRequestFactory().get("/")))
+    distributed_lock("a", **ONCE_A_MINUTE)(view)(RequestFactory().get("/"))
+    asyncio.run(distributed_lock("b", **ONCE_A_MINUTE)(aview)(AsyncRequestFactory().get("/")))
 
     assert (_is_held("a"), _is_held("b")) == (is_reserved, is_reserved)
 
@@ -69,7 +68,7 @@ def test_a_stream_that_fails_reserves_nothing() -> None:
         yield "one"
         raise ZeroDivisionError
 
-    @distributed_lock("a", timeout=0, min_hold=60, free_on_error=True)
+    @distributed_lock("a", **ONCE_A_MINUTE)
     def view(request: HttpRequest) -> StreamingHttpResponse:
         return StreamingHttpResponse(parts())
 
@@ -80,12 +79,10 @@ def test_a_stream_that_fails_reserves_nothing() -> None:
     assert not _is_held("a")
 
 
-def test_the_holder_of_what_is_no_view_says_which_function_runs(memory: LocMemBackend) -> None:
+def test_the_holder_of_what_is_no_view_says_which_function_runs() -> None:
     @distributed_lock("a")
     def work() -> str:
-        lease = current_lease()
-        assert lease
-        return lease.holder.purpose
+        return own_lease().holder.purpose
 
     assert work().endswith("work")
 
@@ -142,17 +139,13 @@ def _request_in_a_lock(request: pytest.FixtureRequest, settings: Settings) -> No
 
 
 @pytest.mark.usefixtures("_request_in_a_lock")
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("/sync/", b"request"), ("/async/", b"request"), ("/spawning/", b"refused: True")],
+)
 class TestMiddlewareThatHoldsALock:
-    @pytest.mark.parametrize(
-        ("url", "said"),
-        [("/sync/", b"request"), ("/async/", b"request"), ("/spawning/", b"refused: True")],
-    )
     def test_a_view_enters_it_again_under_wsgi(self, url: str, said: bytes) -> None:
         assert Client().get(url).content == said
 
-    @pytest.mark.parametrize(
-        ("url", "said"),
-        [("/sync/", b"request"), ("/async/", b"request"), ("/spawning/", b"refused: True")],
-    )
     async def test_a_view_enters_it_again_under_asgi(self, url: str, said: bytes) -> None:
         assert (await AsyncClient().get(url)).content == said

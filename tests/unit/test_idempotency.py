@@ -29,10 +29,11 @@ from django.utils.functional import SimpleLazyObject
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
 
-from django_distlock import LockLost, current_lease, distributed_lock, force_release, respond
+from django_distlock import LockLost, distributed_lock, force_release, respond
 from django_distlock.contrib.idempotency import LARGEST, idempotent
 from tests.contract.crew import start
 from tests.integration.aliases import DOWN
+from tests.unit.conftest import own_lease
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -456,17 +457,13 @@ def test_what_was_stored_before_the_lock_was_free_is_found_under_it() -> None:
 def test_the_holder_says_which_request_it_serves() -> None:
     @idempotent()
     def view(request: HttpRequest) -> HttpResponse:
-        lease = current_lease()
-        assert lease
-        return HttpResponse(lease.holder.purpose)
+        return HttpResponse(own_lease().holder.purpose)
 
     assert content(view(request())) == (200, "POST /pay/")
 
 
 def lose(request: HttpRequest) -> HttpResponse:
-    lease = current_lease()
-    assert lease
-    force_release(lease.name)
+    force_release(own_lease().name)
     return charge(request)
 
 

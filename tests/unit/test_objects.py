@@ -28,19 +28,21 @@ from django_distlock import (
 )
 from django_distlock.models import FencedModel
 from testproject.models import Account
+from tests.unit.conftest import own_lease
 
 _M = TypeVar("_M", bound=models.Model)
 pytestmark = pytest.mark.usefixtures("memory")
 
 with isolate_apps("testproject"):
 
-    class Purse(FencedModel):
+    class InTestproject(models.Model):
         class Meta:
+            abstract = True
             app_label = "testproject"
 
-    class Savings(Purse):
-        class Meta:
-            app_label = "testproject"
+    class Purse(InTestproject, FencedModel): ...
+
+    class Savings(Purse): ...
 
     class Treasure(Savings):
         class Meta:
@@ -53,40 +55,22 @@ with isolate_apps("testproject"):
         key = models.UUIDField(primary_key=True)
         purse = models.OneToOneField(Purse, models.CASCADE, parent_link=True)
 
-        class Meta:
-            app_label = "testproject"
-
-    class Rate(models.Model):
+    class Rate(InTestproject):
         rate = models.DecimalField(primary_key=True, max_digits=8, decimal_places=2)
 
-        class Meta:
-            app_label = "testproject"
-
-    class Amount(models.Model):
+    class Amount(InTestproject):
         amount = models.DecimalField(primary_key=True, max_digits=78, decimal_places=0)
 
-        class Meta:
-            app_label = "testproject"
-
-    class Reading(models.Model):
+    class Reading(InTestproject):
         at = models.DateTimeField(primary_key=True)
 
-        class Meta:
-            app_label = "testproject"
-
-    class Paint(models.Model):
+    class Paint(InTestproject):
         colour = models.CharField(primary_key=True, max_length=3)
 
-        class Meta:
-            app_label = "testproject"
-
-    class Coat(models.Model):
+    class Coat(InTestproject):
         paint = models.OneToOneField(Paint, models.CASCADE, primary_key=True)
 
-        class Meta:
-            app_label = "testproject"
-
-    class Price(models.Model):
+    class Price(InTestproject):
         """A key of columns that can be given in several ways."""
 
         pk = models.CompositePrimaryKey("rate", "colour", "at")
@@ -94,18 +78,12 @@ with isolate_apps("testproject"):
         colour = models.CharField(max_length=3)
         at = models.DateTimeField()
 
-        class Meta:
-            app_label = "testproject"
-
-    class Line(FencedModel):
+    class Line(InTestproject, FencedModel):
         """A key of two columns."""
 
         pk = models.CompositePrimaryKey("purse", "number")
         purse = models.ForeignKey(Purse, models.CASCADE)
         number = models.IntegerField()
-
-        class Meta:
-            app_label = "testproject"
 
 
 def saved(instance: _M) -> _M:
@@ -176,9 +154,7 @@ def test_a_row_is_called_the_same_when_it_was_made_and_when_it_was_read(
 ) -> None:
     @distributed_lock("paint:{row}")
     def paint(row: models.Model) -> str:
-        lease = current_lease()
-        assert lease
-        return lease.name
+        return own_lease().name
 
     for row in (given, read):
         assert lock(saved(row)).name == f"testproject.{name}"
@@ -208,24 +184,15 @@ def test_all_that_takes_a_name_takes_an_instance() -> None:
 
 
 def test_a_field_of_a_decorators_name_may_be_an_instance() -> None:
-    names = []
+    def charge(account: Account, year: int) -> str:
+        return own_lease().name
 
-    @distributed_lock("fee:{account}:{year}")
-    def charge(account: Account, year: int) -> None:
-        lease = current_lease()
-        assert lease
-        names.append(lease.name)
+    by_key = distributed_lock("fee:{account}:{year}")(charge)
+    by_name = distributed_lock("fee:{account!s}")(charge)
+    ada = saved(Account(pk=7, name="Ada"))
 
-    charge(saved(Account(pk=7, name="Ada")), 2026)
-
-    @distributed_lock("fee:{account!s}")
-    def charge_by_name(account: Account) -> None:
-        lease = current_lease()
-        assert lease
-        names.append(lease.name)
-
-    charge_by_name(saved(Account(pk=7, name="Ada")))
-    assert names == ["fee:testproject.account:7:2026", "fee:Ada"]
+    assert by_key(ada, 2026) == "fee:testproject.account:7:2026"
+    assert by_name(ada, 2026) == "fee:Ada"
 
 
 def test_locked_says_what_to_write_for_a_name() -> None:
