@@ -19,17 +19,16 @@ from rest_framework.routers import SimpleRouter
 from rest_framework.views import APIView
 from rest_framework.viewsets import ViewSet
 
-from django_distlock import current_lease, distributed_lock, lock, respond
+from django_distlock import distributed_lock, lock, respond
 from django_distlock.decorators import RequestTransactions, find_request
 from tests.contract.crew import held_in_thread
+from tests.unit.conftest import own_lease
 
 locked = distributed_lock("fee:{account_id}", timeout=0, on_busy=respond())
 
 
 def said() -> dict[str, str]:
-    lease = current_lease("fee:7")
-    assert lease
-    return {"purpose": lease.holder.purpose}
+    return {"purpose": own_lease("fee:7").holder.purpose}
 
 
 class Method(APIView):
@@ -38,28 +37,25 @@ class Method(APIView):
         return Response(said())
 
 
-@method_decorator(locked, name="post")
-class DecoratedMethod(APIView):
+class Plain(APIView):
     def post(self, request: Request, account_id: int) -> Response:
         return Response(said())
+
+
+@method_decorator(locked, name="post")
+class DecoratedMethod(Plain): ...
 
 
 @method_decorator(locked, name="dispatch")
-class Dispatch(APIView):
-    def post(self, request: Request, account_id: int) -> Response:
-        return Response(said())
+class Dispatch(Plain): ...
 
 
-@api_view(["POST"])
-@locked
-def inside(request: Request, account_id: int) -> Response:
+def charge(request: Request, account_id: int) -> Response:
     return Response(said())
 
 
-@locked
-@api_view(["POST"])
-def outside(request: Request, account_id: int) -> Response:
-    return Response(said())
+inside = api_view(["POST"])(locked(charge))
+outside = locked(api_view(["POST"])(charge))
 
 
 class Accounts(ViewSet):
@@ -124,20 +120,12 @@ urlpatterns = [
 ]
 #: Where Django REST framework asks the client before the lock is taken.
 ASKED = [
-    "/method/7",
-    "/decorated-method/7",
-    "/inside/7",
-    "/viewset/accounts/7/below/",
-    "/viewset/accounts/7/above/",
+    *("/method/7", "/decorated-method/7", "/inside/7"),
+    *("/viewset/accounts/7/below/", "/viewset/accounts/7/above/"),
 ]
 ALL = [
-    *ASKED,
-    "/dispatch/7",
-    "/outside/7",
-    "/ninja/operation/7",
-    "/ninja/async/7",
-    "/ninja/view/7",
-    "/async-view/7",
+    *(*ASKED, "/dispatch/7", "/outside/7", "/async-view/7"),
+    *("/ninja/operation/7", "/ninja/async/7", "/ninja/view/7"),
 ]
 JSON = {"accept": "application/json"}
 

@@ -26,6 +26,12 @@ class Bell:
         return self._is_heard
 
 
+class Lent:
+    """Stands for a lease."""
+
+    is_granted = True
+
+
 @pytest.fixture
 def queue() -> LocalQueue:
     return LocalQueue()
@@ -38,22 +44,18 @@ def _line(queue: LocalQueue, count: int) -> list[Bell]:
     return bells
 
 
-def test_the_first_one_has_the_turn_at_once_and_the_others_wait(queue: LocalQueue) -> None:
-    first, second = Bell(), Bell()
+def test_the_first_one_has_the_turn_at_once_and_rings_the_next_one_as_it_leaves(
+    queue: LocalQueue,
+) -> None:
+    first, second, _ = bells = [Bell() for _ in range(3)]
 
-    assert queue.join("a", first) is True
-    assert queue.join("a", second) is False
-    assert queue.has_turn("a", first)
-    assert not queue.has_turn("a", second)
-
-
-def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> None:
-    first, second, third = _line(queue, 3)
+    assert [queue.join("a", bell) for bell in bells] == [True, False, False]
+    assert [queue.has_turn("a", bell) for bell in bells] == [True, False, False]
 
     queue.leave("a", first)
 
     assert queue.has_turn("a", second)
-    assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
+    assert [bell.rings for bell in bells] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("answer", ["granted", "refused"])
@@ -64,7 +66,7 @@ def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answ
     queue.failed("a", error)
     queue.leave("a", first)
     if answer == "granted":
-        queue.hold("a", second, cast("Any", ref(_Leased())))
+        queue.hold("a", second, cast("Any", ref(Lent())))
     else:
         queue.refused("a", Busy())
     queue.failed("a", error)
@@ -72,10 +74,6 @@ def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answ
 
     queue.failed("a", error)
     assert str(queue.failure(third)) == str(error)
-
-
-class _Leased:
-    """Stands for a lease."""
 
 
 def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
@@ -89,10 +87,6 @@ def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
     assert third.rings == 1
 
 
-class Lent:
-    is_granted = True
-
-
 def test_a_line_that_is_empty_is_forgotten(queue: LocalQueue) -> None:
     for number in range(100):
         bell = Bell()
@@ -103,21 +97,15 @@ def test_a_line_that_is_empty_is_forgotten(queue: LocalQueue) -> None:
 
 
 def test_it_gives_way_after_many_in_a_row_if_others_want_the_lock(queue: LocalQueue) -> None:
-    bells = _line(queue, 3 * IN_A_ROW + 2)
+    bells = _line(queue, 3 * IN_A_ROW + 3)
     gave_way = []
     for turn, bell in enumerate(bells[:-1]):
         gave_way.append(queue.gives_way("a"))
-        if turn < 2 * IN_A_ROW:  # from then on, nobody else wants it
+        if IN_A_ROW <= turn <= 2 * IN_A_ROW:  # nobody else wants it before and after
             queue.refused("a", Busy())
         queue.leave("a", bell)
 
-    assert [turn for turn, gave in enumerate(gave_way) if gave] == [IN_A_ROW, 2 * IN_A_ROW]
-
-
-def test_it_gives_way_to_nobody_if_nobody_else_wants_the_lock(queue: LocalQueue) -> None:
-    for bell in _line(queue, 3 * IN_A_ROW):
-        assert not queue.gives_way("a")
-        queue.leave("a", bell)
+    assert [turn for turn, gave in enumerate(gave_way) if gave] == [IN_A_ROW + 1, 2 * IN_A_ROW + 1]
 
 
 def test_a_lease_that_is_not_granted_yet_holds_nothing(queue: LocalQueue) -> None:

@@ -39,6 +39,7 @@ from django_distlock.engine.values import Held
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_NAME, LONGEST_SHOWN, printable
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
+from tests.unit.conftest import own_lease
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
@@ -189,9 +190,7 @@ def test_what_is_said_of_a_forged_text_is_harmless_and_short(
 
 @distributed_lock("report")
 def _report(request: HttpRequest, **fields: str) -> HttpResponse:
-    found = current_lease("report")
-    assert found
-    return HttpResponse(f"{found.holder}")
+    return HttpResponse(f"{own_lease('report').holder}")
 
 
 def test_the_path_of_a_view_is_escaped(
