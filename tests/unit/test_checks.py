@@ -6,17 +6,13 @@ import json
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.core.checks import WARNING, Error, Warning as CheckWarning, run_checks
-from django.core.management import (
-    call_command,
-    execute_from_command_line,
-)
+from django.core.management import call_command, execute_from_command_line
 from django.core.management.base import SystemCheckError
 from django.core.management.commands import check, migrate
 from django.db import connections
@@ -165,11 +161,7 @@ def test_no_default_alias_is_a_warning(settings: Settings) -> None:
 
 MEANT = {
     "database": "database.DatabaseBackend",
-    "advisory": "advisory.AdvisoryBackend",
     "redis": "redis.RedisBackend",
-    "redlock": "redlock.RedlockBackend",
-    "cache": "cache.CacheBackend",
-    "locmem": "locmem.LocMemBackend",
     "RedisBackend": "redis.RedisBackend",
     "django_distlock.backends.redis": "redis.RedisBackend",
     "django_distlock.backends.redlok.RedlockBackend": "redlock.RedlockBackend",
@@ -233,17 +225,32 @@ def test_a_driver_that_is_missing_is_told_with_the_extra_that_installs_it() -> N
 # Servers that are down: nobody listens on port 1.
 
 
+AddDatabase = Callable[..., None]
+
+
 @pytest.fixture
-def down(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def add_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[AddDatabase]:
+    """Adds an alias to DATABASES, for one test."""
+    added: list[str] = []
+
+    def add(alias: str, engine: str, **more: str) -> None:
+        known = {"ENGINE": f"django.db.backends.{engine}", **more}
+        database = connections.configure_settings({"default": {}, alias: known})[alias]
+        monkeypatch.setitem(connections.settings, alias, database)
+        added.append(alias)
+
+    yield add
+    locks.reset()
+    for alias in added:
+        connections[alias].close()
+        del connections[alias]
+
+
+@pytest.fixture
+def down(add_database: AddDatabase) -> None:
     """The database alias "pg", where no server is."""
     place = {"HOST": "127.0.0.1", "PORT": "1", "USER": "u", "PASSWORD": "hush", "NAME": "n"}
-    engine = {"ENGINE": "django.db.backends.postgresql", **place}
-    database = connections.configure_settings({"default": {}, "pg": engine})["pg"]
-    monkeypatch.setitem(connections.settings, "pg", database)
-    yield
-    locks.reset()
-    with suppress(AttributeError):  # nobody asked for it
-        del connections["pg"]
+    add_database("pg", "postgresql", **place)
 
 
 def test_a_server_that_is_down_is_told_once_for_all_its_aliases(
@@ -352,18 +359,10 @@ def test_migrate_asks_no_servers_since_it_makes_the_tables(
 
 
 @pytest.fixture
-def new_database(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> Iterator[None]:
+def new_database(settings: Settings, add_database: AddDatabase, tmp_path: Any) -> None:
     """The locks are in a database "new" without any table."""
-    engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "new.sqlite3")}
-    database = connections.configure_settings({"default": {}, "new": engine})["new"]
-    monkeypatch.setitem(connections.settings, "new", database)
+    add_database("new", "sqlite3", NAME=str(tmp_path / "new.sqlite3"))
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
-    yield
-    locks.reset()
-    connections["new"].close()
-    del connections["new"]
 
 
 @pytest.mark.usefixtures("new_database")
@@ -391,14 +390,11 @@ def test_a_migrate_that_takes_no_lock_is_told(settings: Settings) -> None:
     assert check_migrate() == []
 
 
+@pytest.mark.usefixtures("new_database")
 def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, add_database: AddDatabase
 ) -> None:
-    for alias, name in {"new": str(tmp_path / "new.sqlite3"), "volatile": ":memory:"}.items():
-        engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": name}
-        database = connections.configure_settings({"default": {}, alias: engine})[alias]
-        monkeypatch.setitem(connections.settings, alias, database)
-    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
+    add_database("volatile", "sqlite3", NAME=":memory:")
 
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
     [too_old] = check_servers(databases=["new"])
@@ -416,9 +412,6 @@ def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
     )
     assert str(unsupported.hint).startswith("Let OPTIONS 'using' name another database, ")
     assert (volatile.id, "'volatile' is in memory" in volatile.msg) == ("distlock.E002", True)
-    locks.reset()
-    for alias in ("new", "volatile"):
-        del connections[alias]
 
 
 @pytest.mark.parametrize("backend", ["database.DatabaseBackend", "rowlock.RowLockBackend"])

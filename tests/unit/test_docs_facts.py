@@ -8,12 +8,13 @@ import re
 import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.dispatch import Signal
 
 import django_distlock
-from django_distlock import admin, conf, decorators, locks, operators, signals
+from django_distlock import admin, conf, decorators, operators, signals
 from django_distlock.backends import cache, cache_alias, idle
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
@@ -53,9 +54,9 @@ SETTINGS = DOCS / "reference" / "settings.md"
 PURGE = DOCS / "howto" / "purge.md"
 WRITE = DOCS / "howto" / "write-a-backend.md"
 CHOOSE = DOCS / "howto" / "choose-a-backend.md"
-WRITE_PAGE = "docs/howto/write-a-backend.md"
+TUTORIAL, DEPLOY = "docs/tutorial.md", "docs/howto/deploy.md"
+GUARANTEES = "docs/explanation/guarantees.md"
 DATABASE_PAGE = "docs/reference/backends/database.md"
-REDIS_PAGE = "docs/reference/backends/redis.md"
 CACHE_PAGE = "docs/reference/backends/cache.md"
 MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
 
@@ -108,28 +109,24 @@ def test_terms_are_listed_with_their_defaults() -> None:
     }
 
 
+def defaults_listed(heading: str) -> dict[str, Any]:
+    """Return the values of the first column of a table of settings."""
+    listed = table(SETTINGS, heading)
+    return {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()}
+
+
 def test_settings_are_listed_with_their_defaults() -> None:
     settings = conf.BackendSettings(alias="default")
-    listed = table(SETTINGS, "## Keys")
+    listed = defaults_listed("## Keys")
 
     assert tuple(listed) == conf.KEYS
-    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
-        key: getattr(settings, key.lower()) for key in conf.KEYS
-    }
-
-
-def test_options_are_listed_with_their_defaults() -> None:
-    listed = table(SETTINGS, "## Options of the database backend")
-
-    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
-        option.name: option.default for option in fields(DatabaseOptions)
-    }
-    assert all(not fields(locks[alias].options_class) for alias in ("locmem",))
+    assert listed == {key: getattr(settings, key.lower()) for key in conf.KEYS}
 
 
 @pytest.mark.parametrize(
     ("heading", "options"),
     [
+        ("database backend", DatabaseOptions),
         ("cache backend", CacheOptions),
         ("cache backend: memcached", MemcachedOptions),
         ("cache backend: Redis", RedisCacheOptions),
@@ -137,23 +134,18 @@ def test_options_are_listed_with_their_defaults() -> None:
         ("etcd backend", EtcdOptions),
     ],
 )
-def test_options_of_caches_are_listed_with_their_defaults(heading: str, options: type) -> None:
-    listed = table(SETTINGS, f"## Options of the {heading}")
+def test_options_are_listed_with_their_defaults(heading: str, options: type) -> None:
     made = options()
 
-    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
+    assert defaults_listed(f"## Options of the {heading}") == {
         option.name: getattr(made, option.name) for option in fields(options)
     }
 
 
 def test_options_of_redlock_are_listed_with_their_defaults() -> None:
-    listed = table(SETTINGS, "## Options of the Redlock backend")
-
     servers = ("redis://a", "redis://b", "redis://c")
     defaults = {**asdict(RedlockOptions(servers=servers)), "servers": ()}
-    assert {
-        key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()
-    } == defaults
+    assert defaults_listed("## Options of the Redlock backend") == defaults
     least, most = redlock_votes.SHORTEST, redlock_votes.LONGEST
     assert f"{most:g}, or a twentieth of the ttl if that is less, but {least:g} at least" in prose(
         SETTINGS
@@ -252,39 +244,39 @@ FACTS = [
         f"a ttl of {TTL:g} seconds, and the default timeout for a lock is {TIMEOUT:g} seconds",
     ),
     ("README.md", "Python 3.11 or later and Django 5.2 or later"),
-    ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
-    ("docs/tutorial.md", f"in seconds, but at most {decorators.LONGEST_RETRY_AFTER},"),
-    ("docs/tutorial.md", f"come free by itself, within {TTL:g} seconds"),
+    (TUTORIAL, f"the lock is yours for {TTL:g} seconds"),
+    (TUTORIAL, f"in seconds, but at most {decorators.LONGEST_RETRY_AFTER},"),
+    (TUTORIAL, f"come free by itself, within {TTL:g} seconds"),
     (
         "docs/howto/coming-from.md",
         f"after a crash, up to {TTL:g} seconds | waits for {TIMEOUT:g} seconds",
     ),
+    (DEPLOY, f"at most `max_connections` ({OPTIONS.max_connections}), and one that"),
     (
-        "docs/howto/deploy.md",
-        f"at most `max_connections` ({OPTIONS.max_connections}), and one that",
-    ),
-    (
-        "docs/howto/deploy.md",
+        DEPLOY,
         f"at most `max_connections` ({ConnectionOptions().max_connections}), and at most {BESIDE} for",
     ),
-    ("docs/howto/deploy.md", f"| memcached | at most {KEPT} |"),
-    ("docs/howto/deploy.md", f"answered (in asyncio at most {2 * redis_connections.AT_ONCE})"),
-    ("docs/howto/deploy.md", f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),
+    (DEPLOY, f"| memcached | at most {KEPT} |"),
+    (DEPLOY, f"answered (in asyncio at most {2 * redis_connections.AT_ONCE})"),
+    (DEPLOY, f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),
     ("docs/howto/free-a-stuck-lock.md", f"frees up to {admin.MOST_AT_ONCE} locks at once"),
     ("docs/howto/free-a-stuck-lock.md", f"have {operators.PATIENCE:g} seconds to answer"),
-    ("docs/explanation/guarantees.md", f"The ttl is {TTL:g} seconds by default"),
-    ("docs/explanation/guarantees.md", f"with `fair`, up to {dialect.PATIENCE:g} seconds"),
+    (GUARANTEES, f"The ttl is {TTL:g} seconds by default"),
+    (GUARANTEES, f"with `fair`, up to {dialect.PATIENCE:g} seconds"),
     (
-        "docs/explanation/guarantees.md",
+        GUARANTEES,
         f"an error within {math.ceil(OPTIONS.io_timeout + 2)} seconds (`io_timeout`, and 2 for a new connection)",
     ),
-    ("docs/explanation/guarantees.md", "1 % of the ttl and 2 milliseconds are taken off"),
+    (GUARANTEES, "1 % of the ttl and 2 milliseconds are taken off"),
     ("docs/reference/settings.md", f"at least {conf.LEAST_TTL:g}."),
     ("docs/reference/settings.md", f"at most {conf.LONGEST:.0f} of them"),
     ("docs/howto/celery.md", f"*lease* is {once.LEASE:,.0f} seconds by default"),
     ("docs/howto/tasks.md", f"*lease* is {once.LEASE:,.0f} seconds by default"),
     ("docs/howto/celery.md", f"up to {2**decorators.LAST_GROWTH} seconds, each"),
-    (WRITE_PAGE, f"tries again after pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
+    (
+        "docs/howto/write-a-backend.md",
+        f"tries again after pauses of {SHORTEST:g} to {LONGEST:g} milliseconds",
+    ),
     (DATABASE_PAGE, f"a position counts for {dialect.PATIENCE:g} seconds"),
     (DATABASE_PAGE, f"when its position has expired, after {dialect.PATIENCE:g} seconds"),
     (DATABASE_PAGE, f"at most `max_connections` of them ({OPTIONS.max_connections})"),
@@ -296,7 +288,7 @@ FACTS = [
     (DATABASE_PAGE, "ends 1 % of the ttl and 2 milliseconds earlier"),
     (DATABASE_PAGE, f"about every {looks(MySQL)} milliseconds"),
     (DATABASE_PAGE, f"about every {looks(SQLite)} milliseconds; it reads"),
-    (REDIS_PAGE, f"idle for {idle.IDLE:g} seconds"),
+    ("docs/reference/backends/redis.md", f"idle for {idle.IDLE:g} seconds"),
     (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
     (CACHE_PAGE, f"more than {cache.MARGIN:g} second of its ttl is left"),
     (CACHE_PAGE, f"A ttl is {cache_alias.LEAST_TTL:g} seconds to {DAYS:g} days"),
