@@ -40,6 +40,11 @@ def test_a_text_is_never_on_its_way_for_less_than_no_time(monkeypatch: pytest.Mo
     assert clock.travelled(999.75, "elsewhere", 0.0) == 0.25
 
 
+@pytest.mark.parametrize("ttl", [0.1, 3600])
+def test_clocks_of_two_machines_differ_by_a_hundredth_and_2_milliseconds(ttl: float) -> None:
+    assert clock.drift(ttl) == pytest.approx(ttl * 0.01 + 0.002)
+
+
 @pytest.mark.parametrize(
     ("seconds", "told"),
     [

@@ -44,18 +44,6 @@ def _taken(name: str = "a", **terms: object) -> Lease:
     return lease
 
 
-@pytest.mark.parametrize("ttl", [0.1, 1, 30, 3600])
-def test_our_deadline_is_before_the_servers_by_the_drift_of_clocks(
-    memory: LocMemBackend, ttl: float
-) -> None:
-    began = clock.lease_time()
-    lease = _taken(ttl=ttl)
-
-    assert drift(ttl) == pytest.approx(ttl * 0.01 + 0.002)
-    assert began <= lease.deadline - ttl + drift(ttl) <= clock.lease_time()
-    registry.release_all()
-
-
 def test_it_is_lost_when_the_deadline_passes_not_before_and_for_good(
     memory: LocMemBackend, put_forward: PutForward
 ) -> None:

@@ -32,6 +32,8 @@ from django_distlock import (
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.registry import registry
 from tests.contract.crew import elsewhere, held_in_thread, length_of_line
+from tests.fixtures.interruption import is_ours
+from tests.integration.aliases import MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -64,8 +66,7 @@ def test_a_lock_is_a_recipe_that_asks_nobody(settings: Any) -> None:
 
 
 def test_terms_that_are_not_given_come_from_the_alias(settings: Any) -> None:
-    backend = "django_distlock.backends.locmem.LocMemBackend"
-    settings.DISTLOCK = {"default": {"BACKEND": backend, "TTL": 7, "TIMEOUT": 0}}
+    settings.DISTLOCK = {"default": {**MEMORY, "TTL": 7, "TIMEOUT": 0}}
 
     with lock("a") as lease:
         assert lease.ttl == 7
@@ -148,11 +149,10 @@ def test_one_lock_on_the_same_terms_is_locked_once(memory: LocMemBackend) -> Non
 def test_lock_all_without_a_timeout_waits_as_long_as_the_shortest_of_the_aliases(
     settings: Any,
 ) -> None:
-    memory = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
     settings.DISTLOCK = {
-        "default": {**memory, "TIMEOUT": 20},
-        "patient": {**memory, "TIMEOUT": None, "KEY_PREFIX": "patient"},
-        "brief": {**memory, "TIMEOUT": 0.02, "KEY_PREFIX": "brief"},
+        "default": {**MEMORY, "TIMEOUT": 20},
+        "patient": {**MEMORY, "TIMEOUT": None, "KEY_PREFIX": "patient"},
+        "brief": {**MEMORY, "TIMEOUT": 0.02, "KEY_PREFIX": "brief"},
     }
     three = lock_all("a", lock("a", using="brief"), lock("a", using="patient"))
 
@@ -251,7 +251,7 @@ def test_an_acquire_does_not_look_at_all_that_its_context_holds(memory: LocMemBa
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
-        calls += event == "call" and "django_distlock" in frame.f_code.co_filename
+        calls += event == "call" and is_ours(frame)
 
     with ExitStack() as stack:
         sys.setprofile(count)
@@ -320,8 +320,12 @@ def _resize(function: Any, more: int) -> None:
 
 
 def test_a_generator_that_has_lost_its_lease_leaves_no_later_one(memory: LocMemBackend) -> None:
+    def holding() -> Generator[Lease]:
+        with recipe as lease:
+            yield lease
+
     recipe = lock("a")
-    generator = _holding(recipe)
+    generator = holding()
     lease = next(generator)
     assert force_release("a")
     assert lease.lost
@@ -330,8 +334,3 @@ def test_a_generator_that_has_lost_its_lease_leaves_no_later_one(memory: LocMemB
         generator.close()
 
         later.check()
-
-
-def _holding(recipe: Lock) -> Generator[Lease]:
-    with recipe as lease:
-        yield lease

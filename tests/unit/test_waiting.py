@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -13,17 +14,11 @@ from tests.fixtures.clocks import StoppedClock
 
 
 def test_a_wait_counts_down_to_zero_and_no_further(wait_clock: StoppedClock) -> None:
-    wait = Wait(5)
-    assert (wait.waited, wait.left, wait.is_over) == (0, 5, False)
+    wait, began = Wait(5), wait_clock.now
 
-    wait_clock.now += 3
-    assert (wait.waited, wait.left, wait.is_over) == (3, 2, False)
-
-    wait_clock.now += 2
-    assert (wait.waited, wait.left, wait.is_over) == (5, 0, True)
-
-    wait_clock.now += 100
-    assert (wait.waited, wait.left, wait.is_over) == (105, 0, True)
+    for waited, left in [(0, 5), (3, 2), (5, 0), (105, 0)]:
+        wait_clock.now = began + waited
+        assert (wait.waited, wait.left, wait.is_over) == (waited, left, left == 0)
 
 
 def test_no_timeout_is_over_at_once(wait_clock: StoppedClock) -> None:
@@ -52,22 +47,15 @@ def test_pauses_never_reach_past_the_end(wait_clock: StoppedClock) -> None:
             wait_clock.now += pause + 0.001
 
 
-def test_pauses_grow_from_short_ones_to_the_longest(wait_clock: StoppedClock) -> None:
+def test_pauses_grow_from_short_ones_to_the_longest_each_at_most_threefold(
+    wait_clock: StoppedClock,
+) -> None:
     wait = Wait(None)
-    pauses = [wait.next_pause() for _ in range(200)]
+    pauses = [wait.next_pause() for _ in range(500)]
 
-    assert waiting.SHORTEST_PAUSE <= pauses[0] <= 3 * waiting.SHORTEST_PAUSE
     assert all(waiting.SHORTEST_PAUSE <= pause <= waiting.LONGEST_PAUSE for pause in pauses)
     assert max(pauses) > 0.9 * waiting.LONGEST_PAUSE
-
-
-def test_each_pause_is_at_most_three_times_the_one_before(wait_clock: StoppedClock) -> None:
-    wait = Wait(None)
-    before = waiting.SHORTEST_PAUSE
-    for _ in range(500):
-        pause = wait.next_pause()
-        assert pause <= 3 * before
-        before = pause
+    assert all(pause <= 3 * before for before, pause in pairwise([waiting.SHORTEST_PAUSE, *pauses]))
 
 
 def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: StoppedClock) -> None:
