@@ -21,11 +21,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "redis://cache:6379/0": ("redis.RedisBackend", {"location": "redis://cache:6379/0"}),
     "rediss://u:p%23@cache/1?fair=true&ssl_cert_reqs=none&io_timeout=0.5": (
         "redis.RedisBackend",
-        {
-            "location": "rediss://u:p%23@cache/1?ssl_cert_reqs=none",
-            "fair": True,
-            "io_timeout": 0.5,
-        },
+        {"location": "rediss://u:p%23@cache/1?ssl_cert_reqs=none", "fair": True, "io_timeout": 0.5},
     ),
     "redlock+redis://:secret@a:6379,b,[::1]:6380/3?fencing=true": (
         "redlock.RedlockBackend",
@@ -67,10 +63,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
         {"hosts": "one,two:2182", "root": "/locks", "auth": [("digest", "me:secret")]},
     ),
     "database://": ("database.DatabaseBackend", {}),
-    "database://other?fair=true": (
-        "database.DatabaseBackend",
-        {"using": "other", "fair": True},
-    ),
+    "database://other?fair=true": ("database.DatabaseBackend", {"using": "other", "fair": True}),
     "advisory://default?fencing=False": (
         "advisory.AdvisoryBackend",
         {"using": "default", "fencing": False},

@@ -15,14 +15,7 @@ import pytest
 from asgiref.sync import iscoroutinefunction
 
 import django_distlock
-from django_distlock import (
-    Lease,
-    Lock,
-    backends,
-    distributed_lock,
-    lock,
-    lock_all,
-)
+from django_distlock import Lease, Lock, backends, distributed_lock, lock, lock_all
 from django_distlock.backends import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import acquisition

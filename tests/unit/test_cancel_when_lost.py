@@ -12,14 +12,7 @@ import pytest
 from django.http import StreamingHttpResponse
 from django.test import AsyncRequestFactory
 
-from django_distlock import (
-    Lease,
-    LockLost,
-    distributed_lock,
-    force_release,
-    lock,
-    lock_all,
-)
+from django_distlock import Lease, LockLost, distributed_lock, force_release, lock, lock_all
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.values import State
 from tests.fixtures.eventually import aeventually

@@ -18,14 +18,7 @@ from django.core.checks import CheckMessage, Error, run_checks
 from django.db import connection, transaction
 from pytest_django.fixtures import Settings
 
-from django_distlock import (
-    InvalidLockBackend,
-    LockNotAcquired,
-    conf,
-    lock,
-    locks,
-    transaction_lock,
-)
+from django_distlock import InvalidLockBackend, LockNotAcquired, conf, lock, locks, transaction_lock
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.dummy import DummyBackend
 from django_distlock.backends.locmem import LocMemBackend
@@ -244,8 +237,7 @@ def test_a_function_that_returns_no_text_is_told_when_a_lock_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [(1, 1.0), (0.25, 0.25), (timedelta(milliseconds=1500), 1.5), (1e9, 1e9)],
+    ("value", "expected"), [(1, 1.0), (0.25, 0.25), (timedelta(milliseconds=1500), 1.5), (1e9, 1e9)]
 )
 def test_seconds_are_numbers_or_timedeltas(value: object, expected: float) -> None:
     result = seconds(value, "ttl")

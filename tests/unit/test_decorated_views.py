@@ -12,10 +12,7 @@ from django.contrib.syndication.views import Feed
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
-from django.utils.decorators import (
-    async_only_middleware,
-    sync_only_middleware,
-)
+from django.utils.decorators import async_only_middleware, sync_only_middleware
 from pytest_django.fixtures import Settings
 
 from django_distlock import LockTerms, distributed_lock, lock, respond

@@ -13,14 +13,7 @@ import pytest
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.http import HttpRequest
 
-from django_distlock import (
-    Policy,
-    distributed_lock,
-    lock,
-    respond,
-    retry,
-    skip,
-)
+from django_distlock import Policy, distributed_lock, lock, respond, retry, skip
 from tests.contract.crew import elsewhere
 
 pytestmark = pytest.mark.usefixtures("memory")

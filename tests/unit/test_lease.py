@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import (
-    Lease,
-    LockBackendError,
-    LockLost,
-    LockNotHeld,
-    NotSupported,
-    lock,
-)
+from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, NotSupported, lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.local_queue import LocalQueue

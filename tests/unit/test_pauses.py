@@ -118,9 +118,7 @@ def test_not_more_locks_are_known_than_a_process_can_bear() -> None:
     assert 0 < len(contested.wanted) <= MOST_KNOWN
 
 
-def test_of_eight_who_want_it_at_once_each_has_it_about_as_often(
-    wait_clock: StoppedClock,
-) -> None:
+def test_of_eight_who_want_it_at_once_each_has_it_about_as_often(wait_clock: StoppedClock) -> None:
     """Simulated: holds of a millisecond, by processes that want it again a moment after they had it."""
     random.seed(1)
     contested, waits = [ContestedLocks() for _ in range(8)], [Wait(None) for _ in range(8)]

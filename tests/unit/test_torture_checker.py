@@ -23,13 +23,7 @@ class History:
         return self
 
     def holding(
-        self,
-        id_: str,
-        asked: float,
-        got: float,
-        until: float,
-        token: int | None,
-        **terms: Any,
+        self, id_: str, asked: float, got: float, until: float, token: int | None, **terms: Any
     ) -> History:
         """Add a holder who is sure of the lock from *got* to *until*."""
         place, worker = terms.pop("place", None), terms.pop("worker", f"w{id_}")
