@@ -39,67 +39,39 @@ LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 DUMMY = "django_distlock.backends.dummy.DummyBackend"
 REDIS = "django_distlock.backends.redis.RedisBackend"
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "no dict": (
-        [],
-        "DISTLOCK must be a dict of aliases, like {'default': 'redis://cache:6379'}, not list.",
+#: Wrong aliases, and what is said of them behind "DISTLOCK['a']".
+WRONG: list[tuple[Any, str]] = [
+    ("x", " must be a dict or a URL."),
+    ({"TLL": 1}, ": unknown key 'TLL'."),
+    ({"BACKEND": LocMemBackend}, ": BACKEND must"),
+    ({"BACKEND": "nowhere.Backend"}, ": BACKEND 'nowhere.Backend' cannot be imported"),
+    ({"BACKEND": "decimal.Decimal"}, ": BACKEND 'decimal.Decimal' is not a lock backend."),
+    ({"TTL": 0}, ": TTL must be more than 0 seconds"),
+    ({"TTL": 0.001}, ": TTL must be at least"),
+    ({"TIMEOUT": -1}, ": TIMEOUT must be 0 or more"),
+    ({"KEY_PREFIX": 1}, ": KEY_PREFIX must be"),
+    (
+        {"KEY_PREFIX": "shpo.locks.tenant"},
+        ": KEY_PREFIX 'shpo.locks.tenant' is a dotted path that cannot be imported: No module named 'shpo'. If",
     ),
-    "an alias that is no text": ({1: {}}, "DISTLOCK[1]: an alias must be a str that is not empty."),
-    "an alias that is no dict": ({"a": "x"}, "DISTLOCK['a'] must be a dict or a URL."),
-    "an unknown key": ({"a": {"TLL": 1}}, "DISTLOCK['a']: unknown key 'TLL'."),
-    "a backend that is no text": ({"a": {"BACKEND": LocMemBackend}}, "DISTLOCK['a']: BACKEND must"),
-    "a backend that is not there": (
-        {"a": {"BACKEND": "nowhere.Backend"}},
-        "DISTLOCK['a']: BACKEND 'nowhere.Backend' cannot be imported",
+    (
+        {"KEY_PREFIX": "tests.fixtures.tenancy.PREFIX"},
+        ": KEY_PREFIX 'tests.fixtures.tenancy.PREFIX' is the dotted path of no function.",
     ),
-    "a backend that is none": (
-        {"a": {"BACKEND": "decimal.Decimal"}},
-        "DISTLOCK['a']: BACKEND 'decimal.Decimal' is not a lock backend.",
+    ({"STRICT": 1}, ": STRICT must be a bool"),
+    ({"TEST": None}, ": TEST must be a dict"),
+    ({"TEST": {"TTL": 5}}, ": TEST: unknown key 'TTL'. It takes BACKEND, OPTIONS."),
+    ({"TEST": {"BACKEND": LocMemBackend}}, ": TEST: BACKEND must be a str"),
+    ({"TEST": {"OPTIONS": []}}, ": TEST: OPTIONS must be a dict"),
+    ({"OPTIONS": []}, ": OPTIONS must be a dict"),
+    ({"OPTIONS": {"usnig": "default"}}, ": unknown OPTIONS 'usnig'."),
+    (
+        {"BACKEND": LOCMEM, "OPTIONS": {"using": "default"}},
+        ": unknown OPTIONS 'using'. It takes none.",
     ),
-    "a TTL of zero": ({"a": {"TTL": 0}}, "DISTLOCK['a']: TTL must be more than 0 seconds"),
-    "a TTL too short": ({"a": {"TTL": 0.001}}, "DISTLOCK['a']: TTL must be at least"),
-    "a TIMEOUT below zero": ({"a": {"TIMEOUT": -1}}, "DISTLOCK['a']: TIMEOUT must be 0 or more"),
-    "a prefix that is no text": ({"a": {"KEY_PREFIX": 1}}, "DISTLOCK['a']: KEY_PREFIX must be"),
-    "a prefix that is the path of no module": (
-        {"a": {"KEY_PREFIX": "shpo.locks.tenant"}},
-        "DISTLOCK['a']: KEY_PREFIX 'shpo.locks.tenant' is a dotted path that cannot be imported: No module named 'shpo'. If",
-    ),
-    "a prefix that is the path of no function": (
-        {"a": {"KEY_PREFIX": "tests.fixtures.tenancy.PREFIX"}},
-        "DISTLOCK['a']: KEY_PREFIX 'tests.fixtures.tenancy.PREFIX' is the dotted path of no function.",
-    ),
-    "a STRICT that is no bool": ({"a": {"STRICT": 1}}, "DISTLOCK['a']: STRICT must be a bool"),
-    "a TEST that is no dict": ({"a": {"TEST": None}}, "DISTLOCK['a']: TEST must be a dict"),
-    "an unknown key of TEST": (
-        {"a": {"TEST": {"TTL": 5}}},
-        "DISTLOCK['a']: TEST: unknown key 'TTL'. It takes BACKEND, OPTIONS.",
-    ),
-    "a BACKEND of TEST that is no text": (
-        {"a": {"TEST": {"BACKEND": LocMemBackend}}},
-        "DISTLOCK['a']: TEST: BACKEND must be a str",
-    ),
-    "OPTIONS of TEST that are no dict": (
-        {"a": {"TEST": {"OPTIONS": []}}},
-        "DISTLOCK['a']: TEST: OPTIONS must be a dict",
-    ),
-    "OPTIONS that are no dict": ({"a": {"OPTIONS": []}}, "DISTLOCK['a']: OPTIONS must be a dict"),
-    "an unknown option": (
-        {"a": {"OPTIONS": {"usnig": "default"}}},
-        "DISTLOCK['a']: unknown OPTIONS 'usnig'.",
-    ),
-    "an option of a backend without": (
-        {"a": {"BACKEND": LOCMEM, "OPTIONS": {"using": "default"}}},
-        "DISTLOCK['a']: unknown OPTIONS 'using'. It takes none.",
-    ),
-    "a database that is not there": (
-        {"a": {"OPTIONS": {"using": "nowhere"}}},
-        "DISTLOCK['a']: OPTIONS: 'using' names 'nowhere'",
-    ),
-    "an option of a wrong type": (
-        {"a": {"OPTIONS": {"fair": "yes"}}},
-        "DISTLOCK['a']: OPTIONS: 'fair' must be True or False",
-    ),
-}
+    ({"OPTIONS": {"using": "nowhere"}}, ": OPTIONS: 'using' names 'nowhere'"),
+    ({"OPTIONS": {"fair": "yes"}}, ": OPTIONS: 'fair' must be True or False"),
+]
 
 
 def _checked() -> list[CheckMessage]:
@@ -107,9 +79,21 @@ def _checked() -> list[CheckMessage]:
     return run_checks(tags=["distlock"], databases=[])
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_setting_is_told_at_first_use_and_by_check(settings: Settings, what: str) -> None:
-    settings.DISTLOCK, problem = WRONG[what]
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (
+            [],
+            "DISTLOCK must be a dict of aliases, like {'default': 'redis://cache:6379'}, not list.",
+        ),
+        ({1: {}}, "DISTLOCK[1]: an alias must be a str that is not empty."),
+        *(({"a": alias}, f"DISTLOCK['a']{problem}") for alias, problem in WRONG),
+    ],
+)
+def test_a_wrong_setting_is_told_at_first_use_and_by_check(
+    settings: Settings, wrong: Any, problem: str
+) -> None:
+    settings.DISTLOCK = wrong
 
     with pytest.raises(InvalidLockBackend) as caught:
         locks["a"]
