@@ -63,22 +63,16 @@ def test_a_lane_that_hangs_holds_up_no_other(background: Background) -> None:
     over.set()
 
 
-def test_there_are_never_more_threads_than_workers(background: Background) -> None:
-    over = threading.Event()
-    for number in range(3 * WORKERS):
-        background.submit(f"lane {number}", lambda: over.wait(10))
-
-    eventually(lambda: len(_threads()) == WORKERS)
-    never(lambda: len(_threads()) > WORKERS, 0.1)
-    over.set()
-
-
-def test_all_lanes_are_served_when_workers_are_free_again(background: Background) -> None:
+def test_many_lanes_share_the_workers_and_are_all_served_when_these_are_free_again(
+    background: Background,
+) -> None:
     over, done = threading.Event(), list[int]()
     for number in range(3 * WORKERS):
         background.submit(f"lane {number}", lambda: over.wait(10))
         background.submit(f"lane {number}", lambda number=number: done.append(number))  # type: ignore[misc]  # as above
 
+    eventually(lambda: len(_threads()) == WORKERS)
+    never(lambda: len(_threads()) > WORKERS, 0.1)
     over.set()
 
     eventually(lambda: sorted(done) == list(range(3 * WORKERS)))

@@ -79,6 +79,7 @@ def test_who_was_refused_lets_others_go_first_after_each_hold_as_one_of_them() -
     hold(contested, 1.0, 3.0)
 
     assert 0.1 <= contested.first_pause("key", 3.0) <= 0.2
+    assert contested.first_pause("key", 3.2) == 0.0, "the time since the release counts"
     assert contested.first_pause("another", 3.0) == 0.0
 
 
@@ -88,14 +89,6 @@ def test_who_was_never_refused_lets_others_go_first_that_waited_meanwhile() -> N
     contested.released("key", 3.1)
 
     assert 0.1 <= contested.first_pause("key", 3.0) <= 0.2
-
-
-def test_the_time_since_the_release_counts() -> None:
-    contested = ContestedLocks()
-    contested.refused("key")
-    hold(contested, 1.0, 3.0)
-
-    assert contested.first_pause("key", 3.2) == 0.0
 
 
 def test_a_release_to_others_counts_until_a_try_must_find_out_who_is_there() -> None:

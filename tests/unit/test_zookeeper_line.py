@@ -92,11 +92,6 @@ def test_a_node_says_who_holds_what() -> None:
     assert len(Label.read(label(request(name="x" * 10**7))).name) == LONGEST_LISTED
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"name":1}', b"null"])
-def test_what_cannot_be_read_is_nobody(data: bytes) -> None:
-    assert Label.read(data) == Label("", None)
-
-
 def test_a_ttl_is_cut_to_the_session_timeout_and_remembered() -> None:
     long, short = request(), request(ttl=5.0)
 
