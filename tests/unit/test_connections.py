@@ -26,6 +26,8 @@ from django_distlock.engine import bells
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, never
 
+pytestmark = pytest.mark.django_db
+
 
 class Noted(SQLite):
     """Keeps what has been opened."""
@@ -51,7 +53,6 @@ class Unfit(Noted):
             raise self._error
 
 
-@pytest.mark.django_db
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -85,7 +86,6 @@ class Slow:
         self.may_end.wait(10)
 
 
-@pytest.mark.django_db
 def test_a_connection_counts_until_it_is_closed() -> None:
     own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=10)
     broken, slow = own.borrow(), Slow()
@@ -102,7 +102,6 @@ def test_a_connection_counts_until_it_is_closed() -> None:
     closing.result(10)
 
 
-@pytest.mark.django_db
 def test_callers_that_wait_for_a_connection_get_it_in_the_order_in_which_they_came() -> None:
     own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=10)
     lent, served = own.borrow(), list[int]()
@@ -125,7 +124,6 @@ def test_callers_that_wait_for_a_connection_get_it_in_the_order_in_which_they_ca
     own.close()
 
 
-@pytest.mark.django_db
 @pytest.mark.parametrize("left", [20.0, None])
 def test_a_connection_is_waited_for_as_long_as_its_caller_has_time(left: float | None) -> None:
     own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=0.1)
@@ -160,7 +158,6 @@ def interrupted_at(step: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-@pytest.mark.django_db
 def test_an_exception_at_any_step_of_waiting_for_a_connection_stops_nobody_else() -> None:
     dialect = Noted()
     own = OwnConnections("locks", "default", dialect, limit=1, io_timeout=5)

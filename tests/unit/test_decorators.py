@@ -45,21 +45,21 @@ class TestNames:
         def of_month(account_id: int, month: str = "May") -> str:
             return f"fee:{account_id}:{month}"
 
-        @distributed_lock(lambda account_id, month="May": of_month(account_id, month))  # type: ignore[untyped-decorator]  # name=... has types
-        def by_lambda(account_id: int, month: str = "May") -> bool:
+        def charge(account_id: int, month: str = "May") -> bool:
             return _is_held(f"fee:{account_id}:{month}")
 
-        @distributed_lock(of_month, timeout=0)
-        def with_terms(account_id: int, month: str = "May") -> bool:
-            return _is_held(f"fee:{account_id}:{month}")
+        by_lambda: Any = distributed_lock(
+            lambda account_id, month="May": of_month(account_id, month)
+        )
+        for decorate in (
+            by_lambda,
+            distributed_lock(of_month, timeout=0),
+            distributed_lock(name=of_month),
+        ):
+            decorated = decorate(charge)
 
-        @distributed_lock(name=of_month)
-        def by_keyword(account_id: int, month: str = "May") -> bool:
-            return _is_held(f"fee:{account_id}:{month}")
-
-        for charge in (by_lambda, with_terms, by_keyword):
-            assert charge(7)
-            assert charge(account_id=8, month="June")
+            assert decorated(7)
+            assert decorated(account_id=8, month="June")
             assert not _is_held("fee:7:May")
 
     async def test_a_function_names_what_methods_and_coroutines_lock(self) -> None:

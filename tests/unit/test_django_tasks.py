@@ -16,9 +16,7 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from django_distlock import (
-    Lease,
     LockBackendError,
-    LockLost,
     LockNotAcquired,
     NotSupported,
     distributed_lock,
@@ -57,12 +55,6 @@ def skipped(number: int) -> str:
     return "done"
 
 
-@tasks.task
-def goes_on(lease: str) -> bool:
-    with Lease.attach(lease) as attached:
-        return attached.held
-
-
 def handed_over(name: str) -> str:
     lease = lock(name).acquire()
     assert lease
@@ -76,15 +68,6 @@ def test_a_busy_task_fails_or_is_skipped() -> None:
 
     assert failed.status == "FAILED"
     assert failed.errors[0].exception_class_path == "django_distlock.exceptions.LockNotAcquired"
-
-
-def test_a_task_goes_on_with_the_lease_of_its_sender_once() -> None:
-    text = handed_over("report")
-
-    assert goes_on.enqueue(text).return_value is True
-
-    assert goes_on.enqueue(text).errors[0].exception_class is LockLost
-    assert not lock("report").locked()
 
 
 # Tasks that are under way once. Nobody works on the queue of the dummy backend.
