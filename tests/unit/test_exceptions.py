@@ -32,71 +32,50 @@ from django_distlock.ground.holder import Holder
 
 HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
 UNTIL = datetime(2031, 5, 4, 12, 5, 30, tzinfo=UTC)
+LATER = "a later holder has claimed this data"
 
-SAID = [
-    (
-        LockNotAcquired("fee:1", 5.0, HOLDER, 2.5),
-        f"Lock 'fee:1' is held by {HOLDER}: gave up after 5 s; its lease has 2.5 s left.",
+#: What an error says, and the error.
+SAID: dict[str, Exception] = {
+    f"Lock 'fee:1' is held by {HOLDER}: gave up after 5 s; its lease has 2.5 s left.": LockNotAcquired(
+        "fee:1", 5.0, HOLDER, 2.5
     ),
-    (LockNotAcquired("fee:1", 0.0), "Lock 'fee:1' is held: gave up after 0 s."),
-    (
-        LockNotAcquired("fee:1", 0.316, None, 2660),
-        "Lock 'fee:1' is held: gave up after 0.32 s; its lease has 44 minutes left.",
+    "Lock 'fee:1' is held: gave up after 0 s.": LockNotAcquired("fee:1", 0.0),
+    "Lock 'fee:1' is held: gave up after 0.32 s; its lease has 44 minutes left.": LockNotAcquired(
+        "fee:1", 0.316, None, 2660
     ),
-    (
-        LockNotAcquired("fee:1", 0.0, None, 60, UNTIL),
-        "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold): gave up after 0 s.",
+    "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold): gave up after 0 s.": LockNotAcquired(
+        "fee:1", 0.0, None, 60, UNTIL
     ),
-    (
-        LockNotHeld("fee:1"),
-        "Lock 'fee:1' is not held: it was not acquired, or is already released.",
+    "Lock 'fee:1' is not held: it was not acquired, or is already released.": LockNotHeld("fee:1"),
+    "Lock 'fee:1' was lost: forced.": LockLost("fee:1", "forced"),
+    "Lock 'fee:1' was lost: somebody else holds it now.": LockNotOwned("fee:1"),
+    "DISTLOCK['redis']: no majority. a: timeout. b: refused.": LockBackendError(
+        "redis", "no majority", {"a": "timeout", "b": "refused"}
     ),
-    (LockLost("fee:1", "forced"), "Lock 'fee:1' was lost: forced."),
-    (LockNotOwned("fee:1"), "Lock 'fee:1' was lost: somebody else holds it now."),
-    (
-        LockBackendError("redis", "no majority", {"a": "timeout", "b": "refused"}),
-        "DISTLOCK['redis']: no majority. a: timeout. b: refused.",
+    f"Lock 'fee:1', fencing token 7: {LATER} (its fence is 7).": StaleFencingToken(
+        "fee:1", 7, LATER, 7
     ),
-    (
-        StaleFencingToken("fee:1", 7, "a later holder has claimed this data", 7),
-        "Lock 'fee:1', fencing token 7: a later holder has claimed this data (its fence is 7).",
+    f"Lock 'fee:1', fencing token 7: {LATER}.": StaleFencingToken("fee:1", 7, LATER),
+    "DISTLOCK['cache'] does not support fencing tokens. Use another backend.": NotSupported(
+        "cache", "fencing tokens", "Use another backend."
     ),
-    (
-        StaleFencingToken("fee:1", 7, "a later holder has claimed this data"),
-        "Lock 'fee:1', fencing token 7: a later holder has claimed this data.",
+    "DISTLOCK['cache'] does not support listing.": NotSupported("cache", "listing"),
+    "Waiting for lock 'fee:1' would never end: it waits for itself.": LockDeadlock(
+        "fee:1", "it waits for itself"
     ),
-    (
-        NotSupported("cache", "fencing tokens", "Use another backend."),
-        "DISTLOCK['cache'] does not support fencing tokens. Use another backend.",
-    ),
-    (NotSupported("cache", "listing"), "DISTLOCK['cache'] does not support listing."),
-    (
-        LockDeadlock("fee:1", "it waits for itself"),
-        "Waiting for lock 'fee:1' would never end: it waits for itself.",
-    ),
-    (
-        ReleasedBeforeCommit("fee:1", "shop"),
-        (
-            "Lock 'fee:1' was released before the transaction around it on 'shop' was committed: the next "
-            'holder reads old data. Release or detach() it after the commit: leave out release="at_exit", '
-            'or use release="on_commit".'
-        ),
-    ),
-    (
-        SnapshotBeforeLock("", "shop"),
-        (
-            "A lock was to be acquired in a transaction on 'shop' that has read before: at its isolation level "
-            "it reads old data while it holds the lock. Acquire the lock before anything is read, or outside "
-            "atomic(), or use the isolation level READ COMMITTED."
-        ),
-    ),
-]
+    "Lock 'fee:1' was released before the transaction around it on 'shop' was committed: the next "
+    'holder reads old data. Release or detach() it after the commit: leave out release="at_exit", '
+    'or use release="on_commit".': ReleasedBeforeCommit("fee:1", "shop"),
+    "A lock was to be acquired in a transaction on 'shop' that has read before: at its isolation level "
+    "it reads old data while it holds the lock. Acquire the lock before anything is read, or outside "
+    "atomic(), or use the isolation level READ COMMITTED.": SnapshotBeforeLock("", "shop"),
+}
 ERRORS = [
-    *(error for error, _ in SAID),
+    *SAID.values(),
     LockError("something"),
     LockBackendError("redis", "no answer"),
     LockOutcomeUnknown("redis", "the reply was lost"),
-    StaleFencingToken("fee:1", 7, "a later holder has claimed this data", 7_200_000_007),
+    StaleFencingToken("fee:1", 7, LATER, 7_200_000_007),
     ReleasedBeforeCommit("", "default"),
     SnapshotBeforeLock("a", "default"),
     InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
@@ -112,7 +91,7 @@ EACH = pytest.mark.parametrize(
 def test_a_fence_ahead_asks_what_was_changed(fence: int, ahead: str) -> None:
     changed = "was the backend, its server or the data changed?"
 
-    error = StaleFencingToken("a", 7, "a later holder has claimed this data", fence)
+    error = StaleFencingToken("a", 7, LATER, fence)
 
     assert f"(its fence is {fence}, ahead of ours by {ahead}: {changed} See https://" in str(error)
     assert (Path(__file__).parents[2] / "docs/howto/change-the-backend.md").exists()
@@ -187,8 +166,8 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
     assert {kind for kind in kinds if issubclass(error, kind)} == caught_by | {error}
 
 
-@pytest.mark.parametrize(("error", "text"), SAID)
-def test_an_error_says_what_and_which_and_what_now(error: Exception, text: str) -> None:
+@pytest.mark.parametrize(("text", "error"), SAID.items())
+def test_an_error_says_what_and_which_and_what_now(text: str, error: Exception) -> None:
     assert str(error) == text
 
 
