@@ -108,7 +108,7 @@ async def aonce(number: int) -> bool:
     return await lock(f"once:{number}").alocked()
 
 
-def purpose() -> str | None:
+def purpose() -> Any:
     [held] = locks["default"].held()
     return held.holder and held.holder.purpose
 

@@ -172,16 +172,12 @@ def test_a_repetition_gets_the_answer_of_the_first_request_whatever_its_bytes() 
 
 def test_each_key_and_each_user_has_an_answer() -> None:
     # A key may be a string of structured fields; a user that is no User may have the number of one.
-    same = [{}, {"key": '"k"'}, {"key": " k "}, {"user": SimpleLazyObject(lambda: ADA)}]
-    others = [{"key": "K"}, {"key": "~" * 255}, {"user": BOB}, {"user": Group(pk=ADA.pk)}]
+    lazy_ada, group = SimpleLazyObject(lambda: ADA), Group(pk=ADA.pk)
+    same = [request(), request(key='"k"'), request(key=" k "), request(user=lazy_ada)]
+    others = [request(key="K"), request(key="~" * 255), request(user=BOB), request(user=group)]
 
-    assert texts(*(pay(request(**each)) for each in same)) == ["paid 1"] * 4
-    assert texts(*(pay(request(**each)) for each in others)) == [
-        "paid 2",
-        "paid 3",
-        "paid 4",
-        "paid 5",
-    ]
+    assert texts(*map(pay, same)) == ["paid 1"] * 4
+    assert texts(*map(pay, others)) == ["paid 2", "paid 3", "paid 4", "paid 5"]
 
 
 @pytest.mark.parametrize(
@@ -380,8 +376,8 @@ def test_answers_that_ask_to_send_it_again_are_not_kept(response: HttpResponse) 
 
 
 def test_of_an_answer_that_is_too_large_a_repetition_learns_that_it_was_done() -> None:
-    largest = idempotent()(lambda request: HttpResponse(b"x" * LARGEST))
-    larger = idempotent()(lambda request: HttpResponse(b"x" * (LARGEST + 1)))
+    largest: Any = idempotent()(lambda request: HttpResponse(b"x" * LARGEST))
+    larger: Any = idempotent()(lambda request: HttpResponse(b"x" * (LARGEST + 1)))
 
     assert [len(largest(request()).content) for _ in range(2)] == [LARGEST] * 2
     assert len(larger(request(key="a")).content) == LARGEST + 1
@@ -448,7 +444,7 @@ def test_what_was_stored_before_the_lock_was_free_is_found_under_it() -> None:
 
 
 def test_the_holder_says_which_request_it_serves() -> None:
-    view = idempotent()(lambda request: HttpResponse(own_lease().holder.purpose))
+    view: Any = idempotent()(lambda request: HttpResponse(own_lease().holder.purpose))
 
     assert content(view(request())) == (200, "POST /pay/")
 
