@@ -188,11 +188,6 @@ def claim_gives_back_what_it_is_given(
 def index_shop(shop_id: int) -> None: ...
 
 
-@unique_task
-@tasks.unique_task
-def import_prices(shop_id: int) -> None: ...
-
-
 @unique_task(lambda shop_id: f"import:{shop_id}", bind=True, lease=timedelta(hours=2))
 def go_on(self: Any, shop_id: int) -> None:
     with attached(self) as lease:
@@ -200,7 +195,12 @@ def go_on(self: Any, shop_id: int) -> None:
 
 
 @tasks.unique_task(
-    "count:{shop_id}", lease=60, using="redis", debounce=30, at_most=300, queue_name="slow"
+    "count:{shop_id}",
+    lease=timedelta(hours=2),
+    using="redis",
+    debounce=timedelta(seconds=30),
+    at_most=300,
+    queue_name="slow",
 )
 def count_orders(shop_id: int) -> int:
     return shop_id
@@ -209,6 +209,8 @@ def count_orders(shop_id: int) -> int:
 def enqueue_a_task() -> None:
     assert_type(count_orders, tasks.UniqueTask)
     assert_type(tasks.unique_task()(bare), tasks.UniqueTask)
+    tasks.unique_task(bare)
+    unique_task(bare)
     if result := count_orders.enqueue(7):
         assert_type(result.id, str)
 
