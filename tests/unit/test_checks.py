@@ -27,17 +27,12 @@ from django_distlock.exceptions import DOCS
 from django_distlock.handler import EXTRAS
 from django_distlock.management.commands import migrate_locked
 from tests.fixtures import tenancy
+from tests.integration.aliases import DOWN, MEMORY
 
 from .test_preload import PROJECT
 
-LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
-ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
-REDIS = "django_distlock.backends.redis.RedisBackend"
 REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
-ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
-CACHE = "django_distlock.backends.cache.CacheBackend"
 PAGE = f"{DOCS}reference/checks.html"
-TYPO = {"BACKEND": LOCMEM, "TLL": 1}
 
 
 def found() -> list[Any]:
@@ -50,7 +45,7 @@ def found() -> list[Any]:
 def test_functions_and_tasks_are_told_whose_alias_cannot_do_what_they_want(
     settings: Settings,
 ) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}, "zk": {"BACKEND": ZOOKEEPER}}
+    settings.DISTLOCK = {"default": MEMORY, "zk": "zookeeper://localhost"}
 
     @distributed_lock("a", min_hold=60)
     def fine() -> None: ...
@@ -100,7 +95,7 @@ def test_idempotent_views_are_told_whose_cache_forgets_their_answers(settings: S
         "table": "db.DatabaseCache",
         "large": "db.DatabaseCache",
     }
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+    settings.DISTLOCK = {"default": MEMORY}
     settings.CACHES = {
         alias: {"BACKEND": f"django.core.cache.backends.{kind}"} for alias, kind in kinds.items()
     }
@@ -131,7 +126,7 @@ def test_idempotent_views_are_told_whose_cache_forgets_their_answers(settings: S
 
 
 def test_a_typo_in_one_alias_is_the_problem_of_this_alias_alone(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}, "typo": TYPO}
+    settings.DISTLOCK = {"default": MEMORY, "typo": {**MEMORY, "TLL": 1}}
 
     with lock("x"), pytest.raises(InvalidLockBackend, match=r"^DISTLOCK\['typo'\]: unknown key"):
         lock("y", using="typo").acquire()
@@ -145,7 +140,7 @@ def test_a_typo_in_one_alias_is_the_problem_of_this_alias_alone(settings: Settin
 
 
 def test_no_default_alias_is_a_warning(settings: Settings) -> None:
-    settings.DISTLOCK = {"other": {"BACKEND": LOCMEM}}
+    settings.DISTLOCK = {"other": MEMORY}
 
     assert found() == [
         CheckWarning(
@@ -208,7 +203,7 @@ NEEDED = {
 def test_a_driver_that_is_missing_is_told_with_the_extra_that_installs_it() -> None:
     # Only these: Django 6.1 also asks the servers of aliases whose drivers are there.
     aliases = {alias: PROJECT["DISTLOCK"][alias] for alias in NEEDED}
-    project = {**PROJECT, "DISTLOCK": {"default": {"BACKEND": LOCMEM}, **aliases}}
+    project = {**PROJECT, "DISTLOCK": {"default": MEMORY, **aliases}}
     run = [sys.executable, "-c", WITHOUT, json.dumps(project)]
 
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
@@ -258,11 +253,11 @@ def test_a_server_that_is_down_is_told_once_for_all_its_aliases(
 ) -> None:
     settings.DISTLOCK = {
         "default": {"OPTIONS": {"using": "pg"}},
-        "rows": {"BACKEND": ROWLOCK, "OPTIONS": {"using": "pg"}},
-        "cache": {"BACKEND": CACHE, "OPTIONS": {"cache": "memcached"}},
-        "again": {"BACKEND": CACHE, "OPTIONS": {"cache": "memcached"}},
-        "redis": {"BACKEND": REDIS, "OPTIONS": {"location": "redis://:hush@127.0.0.1:1/0"}},
-        "zoo": {"BACKEND": ZOOKEEPER, "OPTIONS": {"hosts": "127.0.0.1:1", "io_timeout": 0.3}},
+        "rows": "rowlock://pg",
+        "cache": "cache://memcached",
+        "again": "cache://memcached",
+        "redis": "redis://:hush@127.0.0.1:1/0",
+        "zoo": "zookeeper://127.0.0.1:1?io_timeout=0.3",
     }
     settings.CACHES = {
         "default": {"BACKEND": f"{DJANGO_CACHES}.locmem.LocMemCache"},
@@ -291,9 +286,7 @@ def test_a_server_that_is_down_is_told_once_for_all_its_aliases(
 def test_a_function_for_keys_that_finds_no_tenant_is_told_and_the_next_alias_is_asked(
     settings: Settings,
 ) -> None:
-    lost = {"KEY_PREFIX": tenancy.NO_TENANT}
-    redis = {"BACKEND": REDIS, "OPTIONS": {"location": "redis://127.0.0.1:1"}}
-    settings.DISTLOCK = {"default": {**redis, **lost}, "next": redis}
+    settings.DISTLOCK = {"default": {**DOWN, "KEY_PREFIX": tenancy.NO_TENANT}, "next": DOWN}
 
     first, second = check_servers(databases=["default"])
 
@@ -317,7 +310,7 @@ def test_a_key_function_that_finds_no_tenant_is_no_wrong_setting(settings: Setti
     }
     servers = ["redis", "redis://127.0.0.1:2", "redis://127.0.0.1:3"]
     settings.DISTLOCK = {
-        "default": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis"}},
+        "default": "cache://redis",
         "redlock": {"BACKEND": REDLOCK, "OPTIONS": {"servers": servers}},
     }
 

@@ -14,7 +14,6 @@ from django_distlock import InvalidLockBackend, preload
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-BACKENDS = "django_distlock.backends"
 PROJECT: dict[str, Any] = {
     "INSTALLED_APPS": ["django_distlock"],
     "DATABASES": {
@@ -34,26 +33,14 @@ PROJECT: dict[str, Any] = {
     },
     "DISTLOCK": {
         "default": {},
-        "rows": {"BACKEND": f"{BACKENDS}.rowlock.RowLockBackend", "OPTIONS": {"using": "pg"}},
-        "names": {"BACKEND": f"{BACKENDS}.advisory.AdvisoryBackend", "OPTIONS": {"using": "my"}},
-        "redis": {
-            "BACKEND": f"{BACKENDS}.redis.RedisBackend",
-            "OPTIONS": {"location": "redis://127.0.0.1:1"},
-        },
-        "redlock": {
-            "BACKEND": f"{BACKENDS}.redlock.RedlockBackend",
-            "OPTIONS": {"servers": [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]},
-        },
-        "memcached": {"BACKEND": f"{BACKENDS}.cache.CacheBackend"},
-        "redis cache": {"BACKEND": f"{BACKENDS}.cache.CacheBackend", "OPTIONS": {"cache": "redis"}},
-        "zookeeper": {
-            "BACKEND": f"{BACKENDS}.zookeeper.ZooKeeperBackend",
-            "OPTIONS": {"hosts": "127.0.0.1:1"},
-        },
-        "etcd": {
-            "BACKEND": f"{BACKENDS}.etcd.EtcdBackend",
-            "OPTIONS": {"endpoints": ["http://127.0.0.1:1"]},
-        },
+        "rows": "rowlock://pg",
+        "names": "advisory://my",
+        "redis": "redis://127.0.0.1:1",
+        "redlock": "redlock+redis://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3",
+        "memcached": "cache://default",
+        "redis cache": "cache://redis",
+        "zookeeper": "zookeeper://127.0.0.1:1",
+        "etcd": "etcd://127.0.0.1:1",
     },
 }
 BEGINNING = """
