@@ -11,14 +11,13 @@ from django_distlock import Lease, current_lease, locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
-
-LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
+from tests.integration.aliases import MEMORY
 
 
 @pytest.fixture
 def memory(settings: Settings) -> Iterator[LocMemBackend]:
     """The default alias, in memory. Afterwards nothing may be left of what a test took."""
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+    settings.DISTLOCK = {"default": MEMORY}
     before = registry.leases()
     backend = locks["default"]
     assert isinstance(backend, LocMemBackend)

@@ -551,8 +551,7 @@ def test_what_unique_task_cannot_use_is_refused() -> None:
 
 
 def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:
-    backend = "django_distlock.backends.zookeeper.ZooKeeperBackend"
-    settings.DISTLOCK = {"bound": {"BACKEND": backend, "OPTIONS": {"hosts": "localhost:1"}}}
+    settings.DISTLOCK = {"bound": "zookeeper://localhost:1"}
     bound = unique_task("x", using="bound")(once.func.__wrapped__)
 
     with pytest.raises(NotSupported, match="unique_task"):

@@ -39,7 +39,7 @@ from testproject.models import Account
 from tests.contract.crew import held_in_thread
 from tests.fixtures.eventually import eventually
 from tests.fixtures.interruption import StopAt, TimeLimit
-from tests.unit.conftest import LOCMEM
+from tests.integration.aliases import MEMORY
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -469,7 +469,7 @@ def test_at_exit_is_warned_of_once_for_each_place_whatever_the_names() -> None:
 
 @pytest.mark.parametrize("leave", ["at exit", "release", "detach"])
 def test_what_is_left_before_the_commit_raises_if_strict(settings: Settings, leave: str) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM, "STRICT": True}}
+    settings.DISTLOCK = {"default": {**MEMORY, "STRICT": True}}
     from_before = lock("b").acquire()
     assert from_before
 

@@ -21,9 +21,9 @@ from django_distlock.testing import (
 from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
 from tests.fixtures.tenancy import tenant
+from tests.integration.aliases import MEMORY
 
 pytest_plugins = ["django_distlock.pytest_plugin"]
-MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
 
 
 @pytest.fixture(autouse=True)
