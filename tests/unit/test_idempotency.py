@@ -454,9 +454,16 @@ def lose(request: HttpRequest) -> HttpResponse:
     return charge(request)
 
 
-def test_a_lost_lock_is_an_error_and_work_without_a_transaction_is_not_done_again() -> None:
-    view = idempotent()(lose)
+async def alose(request: HttpRequest) -> HttpResponse:
+    return lose(request)
 
+
+@pytest.mark.parametrize(
+    "view", [idempotent()(lose), async_to_sync(idempotent()(alose))], ids=["sync", "async"]
+)
+def test_a_lost_lock_is_an_error_and_work_without_a_transaction_is_not_done_again(
+    view: Callable[..., Any],
+) -> None:
     with pytest.raises(LockLost):
         view(request())
     assert content(view(request())) == (201, "paid 1")
@@ -593,16 +600,6 @@ async def test_an_async_view_goes_on_if_its_client_does_not_wait() -> None:
     over.set()
     await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
     assert (await view(arequest()))["Idempotency-Replayed"] == "true"
-
-
-async def test_an_async_view_whose_lock_is_lost_is_not_run_again() -> None:
-    @idempotent()
-    async def view(request: HttpRequest) -> HttpResponse:
-        return lose(request)
-
-    with pytest.raises(LockLost):
-        await view(arequest())
-    assert content(await view(arequest())) == (201, "paid 1")
 
 
 async def test_an_async_view_refuses_as_others_do() -> None:
