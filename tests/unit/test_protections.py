@@ -1,8 +1,9 @@
-"""The lists of protections keep up with the code and its tests: see `make see-red`."""
+"""The lists of protections and of mutants keep up with the code and its tests: see `make see-red` and `make mutants`."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 
 from tests.protections.listed import ROOT, places, protections
@@ -18,6 +19,17 @@ def test_each_is_guarded_by_tests_that_there_are() -> None:
     assert [one.title for one in protections() if not one.red] == []
     missing = {test for one in protections() for test in one.red if not _stands(test)}
     assert missing == set()
+
+
+def test_mutants_are_made_of_files_and_tried_by_tests_that_there_are() -> None:
+    mutmut = tomllib.loads(_text("pyproject.toml"))["tool"]["mutmut"]
+    selection = [
+        each.partition("=")[2] or each for each in mutmut["pytest_add_cli_args_test_selection"]
+    ]
+    named = [*mutmut["only_mutate"], *(each for each in selection if each.startswith("tests/"))]
+
+    assert [each for each in named if not list(ROOT.glob(each.partition("::")[0]))] == []
+    assert [each for each in named if "::" in each and not _stands(each)] == []
 
 
 def _stands(test: str) -> bool:
