@@ -20,7 +20,7 @@ from tests.fixtures.processes import Child, Spawn
 
 from .faults import Faulty, faulty_version_of
 from .profiles import PROFILES, Profile
-from .rivals import Rival
+from .rivals import Children, Rival, Rivals
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -139,7 +139,7 @@ def name() -> str:
 
 
 @pytest.fixture
-def rival(backend: BaseLockBackend, name: str) -> Iterator[Callable[..., Rival]]:
+def rival(backend: BaseLockBackend, name: str) -> Iterator[Rivals]:
     """Makes rivals for the lock of the test (or another *of*), from a *site*; what they hold is given back."""
     rivals: list[Rival] = []
 
@@ -155,6 +155,14 @@ def rival(backend: BaseLockBackend, name: str) -> Iterator[Callable[..., Rival]]
 
 
 @pytest.fixture
+def holder(rival: Rivals) -> Rival:
+    """A rival that has the lock of the test."""
+    holder = rival(ttl=60)
+    holder.takes()
+    return holder
+
+
+@pytest.fixture
 def faulty(using: str) -> Iterator[Faulty]:
     """The backend under test, with verbs that can be watched and broken."""
     backend = faulty_version_of(locks[using], read_alias(using, read_settings()[using]))
@@ -164,7 +172,7 @@ def faulty(using: str) -> Iterator[Faulty]:
 
 
 @pytest.fixture
-def child(using: str, settings: Settings, spawn: Spawn) -> Callable[..., Child]:
+def child(using: str, settings: Settings, spawn: Spawn) -> Children:
     """Start another process that runs one of acts.py with the aliases of the test."""
 
     def start(act: str, **arguments: Any) -> Child:

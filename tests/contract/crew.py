@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django_distlock import lock
 from django_distlock.engine import deadlocks as waiting
@@ -15,6 +15,8 @@ from django_distlock.engine.deadlocks import wait_graph
 from django_distlock.engine.registry import registry
 
 if TYPE_CHECKING:
+    from django.dispatch import Signal
+
     from django_distlock import Lease, Lock
     from django_distlock.backends.base import BaseLockBackend
 
@@ -22,6 +24,9 @@ _T = TypeVar("_T")
 
 #: Seconds after which a thread that has not come back fails its test.
 LONGEST = 40.0
+#: Seconds until everything must be free: a release by another thread, on a busy machine. What a
+#: server carries out late is given back by a second look, two seconds after the first.
+SOON = 6.0
 
 
 def start(call: Callable[[], _T]) -> Future[_T]:
@@ -54,6 +59,30 @@ def together(*calls: Callable[[], _T]) -> list[_T]:
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(run, call) for call in calls]
         return [future.result(LONGEST) for future in futures]
+
+
+def taken(name: Any, **terms: Any) -> Lease:
+    """Return a lease, which its caller releases."""
+    lease = lock(name, **terms).acquire()
+    assert lease
+    return lease
+
+
+async def ataken(name: Any, **terms: Any) -> Lease:
+    """See taken()."""
+    lease = await lock(name, **terms).aacquire()
+    assert lease
+    return lease
+
+
+@contextmanager
+def listening(signal: Signal, receiver: Callable[..., object]) -> Iterator[None]:
+    """Have *receiver* told of a signal during the block."""
+    signal.connect(receiver)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
 
 
 def take_and_release(using: str, name: str, timeout: float | None = 30) -> float:

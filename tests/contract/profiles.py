@@ -254,3 +254,4 @@ PROFILES = (
     # The example of docs/howto/write-a-backend.md.
     Profile("toy", TOY, LEASED - {"min_hold"} | {"cross_process"}),
 )
+BY_NAME = {profile.name: profile for profile in PROFILES}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from django_distlock.engine.values import Busy, Grant, Release, Request, new_owner
 from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
+from tests.fixtures.processes import Child
 
 if TYPE_CHECKING:
     from django_distlock.backends.base import BaseLockBackend
@@ -68,3 +70,8 @@ class Rival:
         answer = self._backend.release(self.request)
         self._has_ended = answer is Release.RELEASED
         return answer
+
+
+#: The fixture `rival`, and the fixture `child`, which starts processes.
+Rivals = Callable[..., Rival]
+Children = Callable[..., Child]

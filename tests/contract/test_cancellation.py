@@ -16,15 +16,10 @@ from django_distlock.engine.values import State
 from django_distlock.lock_set import LockSet
 from tests.fixtures.eventually import aeventually
 
-from .crew import waiting_for
+from .crew import SOON, taken, waiting_for
 from .faults import Faulty, total
 from .profiles import needs
-from .rivals import Rival
-
-Rivals = Callable[..., Rival]
-#: Seconds until everything must be free: a release by another thread, on a busy machine. What a
-#: server carries out late is given back by a second look, two seconds after the first.
-SOON = 6.0
+from .rivals import Rival, Rivals
 
 
 async def _ends(task: asyncio.Task[object]) -> None:
@@ -65,10 +60,9 @@ async def test_a_task_cancelled_at_any_moment_of_its_acquire_leaves_nothing(
 
 
 async def test_a_task_cancelled_while_it_waits_leaves_nothing(
-    backend: BaseLockBackend, using: str, name: str, rival: Rivals
+    backend: BaseLockBackend, using: str, name: str, rival: Rivals, holder: Rival
 ) -> None:
-    holder, other = rival(), rival()
-    await asyncio.to_thread(holder.takes)
+    other = rival()
     tasks = [asyncio.create_task(_hold(using, name)) for _ in range(5)]
     await aeventually(lambda: waiting_for(backend, name) == 5)
 
@@ -97,10 +91,9 @@ async def test_a_task_cancelled_while_its_request_is_under_way_leaves_nothing(
 
 
 async def test_a_task_cancelled_while_it_takes_its_place_in_the_queue_leaves_nothing(
-    faulty: Faulty, using: str, name: str, rival: Rivals
+    faulty: Faulty, using: str, name: str, rival: Rivals, holder: Rival
 ) -> None:
-    holder, other = rival(), rival()
-    await asyncio.to_thread(holder.takes)
+    other = rival()
     hung = faulty.hang("enqueue")
     task = asyncio.create_task(_hold(using, name))
     # A backend without a queue has tried twice by then.
@@ -198,8 +191,7 @@ def test_a_release_that_fails_is_tried_until_it_works(
 ) -> None:
     other = rival()
     faulty.fail("release", times=3)
-    lease = lock(name, using=using).acquire()
-    assert lease
+    lease = taken(name, using=using)
 
     with pytest.raises(LockError):
         lease.release()

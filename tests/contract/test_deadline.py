@@ -13,7 +13,7 @@ from django_distlock.ground.clock import drift
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
-from .crew import start
+from .crew import start, taken
 from .faults import Faulty
 from .profiles import needs
 
@@ -67,8 +67,7 @@ def test_a_lease_is_lost_on_time_though_renewals_fail(
 ) -> None:
     getattr(faulty, trouble)("extend")
     told: list[tuple[float, str]] = []
-    lease = lock(name, using=using, ttl=10 * tick).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=10 * tick)
     lease.on_lost(lambda reason: told.append((clock.lease_time(), reason)))
     deadline = lease.deadline
 
@@ -104,8 +103,7 @@ async def test_a_body_that_wants_it_so_is_cancelled_when_its_lease_is_lost(
 def test_a_lease_whose_renewal_is_late_or_failed_is_in_jeopardy_before_it_is_lost(
     faulty: Faulty, using: str, name: str, trouble: str, put_forward: PutForward
 ) -> None:
-    lease = lock(name, using=using, ttl=100).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=100)
     assert not lease.in_jeopardy
     getattr(faulty, trouble)("extend")
 
@@ -176,8 +174,7 @@ def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
 def test_a_callback_that_fails_hinders_no_other(
     using: str, name: str, put_forward: PutForward
 ) -> None:
-    lease = lock(name, using=using, ttl=100, renew=False).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=100, renew=False)
     told: list[str] = []
     lease.on_lost(lambda reason: 1 / 0)
     lease.on_lost(told.append)

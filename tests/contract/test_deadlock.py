@@ -15,8 +15,9 @@ from django_distlock import LockDeadlock, LockNotAcquired, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
 
-from .crew import elsewhere, held_in_thread, start, waiting_for
+from .crew import elsewhere, held_in_thread, start, taken, waiting_for
 from .profiles import needs
+from .rivals import Rivals
 
 pytestmark = needs("typical")
 
@@ -274,8 +275,7 @@ class TestNoCircle:
         self, backend: BaseLockBackend, name: str
     ) -> None:
         using, one, other = backend.alias, f"{name}:a", f"{name}:b"
-        handed = lock(one, using=using).acquire()
-        assert handed
+        handed = taken(one, using=using)
         # As a response that streams does.
         handed.caller = None
 
@@ -321,7 +321,7 @@ def test_callers_in_any_order_are_served_or_told_and_never_stuck(using: str, nam
 
 
 def test_another_process_that_holds_it_is_in_no_circle_of_ours(
-    using: str, name: str, tick: float, rival: Callable[..., Any]
+    using: str, name: str, tick: float, rival: Rivals
 ) -> None:
     one = rival(of=f"{name}:a")
     one.takes()

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,12 +30,10 @@ from django_distlock.engine.waiting import Queueing
 from django_distlock.handler import make_backend
 from tests.fixtures.eventually import eventually
 
-from .crew import length_of_line, start
+from .crew import length_of_line, start, taken
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
-from .rivals import Rival
-
-Rivals = Callable[..., Rival]
+from .rivals import Rival, Rivals
 
 
 @pytest.mark.parametrize("timeout", [0, 20, None])
@@ -70,10 +68,9 @@ def test_lock_all_and_the_decorator_raise_it_too(faulty: Faulty, using: str, nam
 
 
 def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
-    faulty: Faulty, using: str, name: str, rival: Rivals, tick: float
+    faulty: Faulty, using: str, name: str, rival: Rivals, holder: Rival
 ) -> None:
-    holder, other = rival(), rival()
-    holder.takes()
+    other = rival()
     faulty.fail("enqueue")
     faulty.fail("probe")
 
@@ -184,8 +181,7 @@ def test_a_release_that_fails_leaves_a_lease_that_is_over(
     faulty: Faulty, using: str, name: str, rival: Rivals
 ) -> None:
     other = rival()
-    lease = lock(name, using=using).acquire()
-    assert lease
+    lease = taken(name, using=using)
     faulty.fail("release", times=1)
 
     with pytest.raises(LockBackendError):

@@ -13,6 +13,7 @@ from django_distlock.exceptions import LockBackendError
 from django_distlock.ground.naming import LONGEST_NAME
 from tests.fixtures.eventually import eventually
 
+from .crew import taken
 from .faults import Faulty
 from .profiles import lacks, needs
 
@@ -79,8 +80,7 @@ def test_a_hostile_name_and_purpose_harm_no_log_and_no_error(
 def test_a_hostile_holder_is_listed_and_forced_free_harmlessly(
     using: str, hostile: str, logged: Logged, faulty: Faulty
 ) -> None:
-    lease = lock(hostile, using=using, purpose=HOSTILE).acquire()
-    assert lease
+    lease = taken(hostile, using=using, purpose=HOSTILE)
 
     [held] = [each for each in faulty.held() if each.key == lease.request.key]
     assert faulty.force_release(held.key, held.owner_digest)
@@ -98,8 +98,7 @@ def test_a_hostile_lease_that_cannot_be_renewed_is_told_of_harmlessly(
     using: str, hostile: str, tick: float, logged: Logged, faulty: Faulty
 ) -> None:
     faulty.fail("extend")
-    lease = lock(hostile, using=using, ttl=4 * tick).acquire()
-    assert lease
+    lease = taken(hostile, using=using, ttl=4 * tick)
 
     eventually(lambda: any("was lost" in text for text in logged()), 15)
     with pytest.raises(LockError) as lost:

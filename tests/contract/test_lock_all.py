@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,12 @@ from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
 
-from .crew import start, together, waiting_for
+from .crew import ataken, start, together, waiting_for
 from .faults import Faulty
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rivals
 
 pytestmark = needs("typical")
-
-Rivals = Callable[..., Rival]
 
 
 @pytest.fixture
@@ -192,8 +189,7 @@ def test_a_reader_and_a_writer_go_together(using: str, names: list[str], rival: 
 
 async def test_a_place_that_is_busy_leaves_a_task_none(using: str, names: list[str]) -> None:
     first, last = names[:2]
-    place = await lock(last, using=using, limit=1, reentrant=False).aacquire()
-    assert place
+    place = await ataken(last, using=using, limit=1, reentrant=False)
     both = lock_all(
         lock(last, using=using, limit=1, reentrant=False), first, using=using, timeout=0
     )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from django_distlock import Lease, LockLost, LockNotOwned, distributed_lock, lock, lock_all
 from django_distlock.lock import LockTerms
 from tests.fixtures.eventually import aeventually, eventually
 
+from .crew import taken
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rival, Rivals
 
 pytestmark = needs("leased", "typical")
 
@@ -47,7 +46,7 @@ def test_lost_and_no_error_raises_that_it_was_lost(name: str, terms: LockTerms) 
 
 
 def test_lost_and_an_error_raises_the_error_with_a_note(
-    name: str, terms: LockTerms, rival: Callable[..., Rival]
+    name: str, terms: LockTerms, rival: Rivals
 ) -> None:
     other = rival()
 
@@ -60,7 +59,7 @@ def test_lost_and_an_error_raises_the_error_with_a_note(
 
 
 def test_taken_by_another_and_no_error_raises_that(
-    name: str, terms: LockTerms, rival: Callable[..., Rival]
+    name: str, terms: LockTerms, rival: Rivals
 ) -> None:
     other = rival()
 
@@ -84,8 +83,7 @@ async def test_async_with_keeps_to_the_same_rules(name: str, terms: LockTerms) -
 
 def test_with_a_lease_keeps_to_the_same_rules(name: str, terms: LockTerms, tick: float) -> None:
     terms["ttl"] = 10 * tick  # it is held when the block begins
-    lease = lock(name, **terms).acquire()
-    assert lease
+    lease = taken(name, **terms)
 
     with pytest.raises(BodyError) as caught, lease:
         _let_end(lease)
@@ -109,9 +107,7 @@ def test_lock_all_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
     assert f"{name}:b" in _note_of(caught.value)
 
 
-def test_the_decorator_keeps_to_the_same_rules(
-    name: str, terms: LockTerms, rival: Callable[..., Rival]
-) -> None:
+def test_the_decorator_keeps_to_the_same_rules(name: str, terms: LockTerms, rival: Rivals) -> None:
     other = rival()
 
     @distributed_lock(name, **terms)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from django_distlock import lock
 from django_distlock.backends.base import BaseLockBackend
 
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rivals
 
-Rivals = Callable[..., Rival]
 ACCENTED = "r\u00e9port"
 
 HOSTILE = {

@@ -18,12 +18,10 @@ from django_distlock import LockError, LockNotAcquired, lock
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
 
-from .crew import start
+from .crew import start, taken
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
-
-Rivals = Callable[..., Rival]
 
 #: Whatever limits the time for an answer.
 IMPATIENT = {"io_timeout": 0.5, "server_timeout": 0.5}
@@ -52,9 +50,7 @@ def test_it_is_shown_nowhere(using: str, name: str) -> None:
     assert name in shown
 
 
-def test_it_is_not_told_to_who_finds_the_lock_busy(using: str, name: str, rival: Rivals) -> None:
-    holder = rival()
-    holder.takes()
+def test_it_is_not_told_to_who_finds_the_lock_busy(using: str, name: str, holder: Rival) -> None:
 
     with pytest.raises(LockNotAcquired) as caught, lock(name, using=using, timeout=0):
         pass
@@ -64,9 +60,7 @@ def test_it_is_not_told_to_who_finds_the_lock_busy(using: str, name: str, rival:
 
 
 @needs("listing")
-def test_it_is_not_told_to_operators(rival: Rivals, backend: BaseLockBackend) -> None:
-    holder = rival()
-    holder.takes()
+def test_it_is_not_told_to_operators(holder: Rival, backend: BaseLockBackend) -> None:
 
     listed = list(backend.held())
 
@@ -81,8 +75,7 @@ def test_it_is_not_logged(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     faulty.fail("extend")
-    lost = lock(name, using=using, ttl=4 * tick).acquire()
-    assert lost
+    lost = taken(name, using=using, ttl=4 * tick)
     eventually(lambda: lost.lost)
     with lock(name, using=using) as lease:
         assert not lock(name, using=using, timeout=0, reentrant=False).acquire()
@@ -110,8 +103,7 @@ def test_it_is_not_in_the_frames_of_an_error(
     options = profile.settings["OPTIONS"]
     options = {**options, **{key: IMPATIENT[key] for key in IMPATIENT.keys() & options.keys()}}
     settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}
-    lease = lock(name, using=using, ttl=20).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=20)
     owners = {str(lease.request.owner)}
 
     made = secrets.token_hex

@@ -14,7 +14,7 @@ from tests.fixtures.eventually import eventually
 
 from .crew import elsewhere, start, together
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rivals
 
 pytestmark = needs("shared")
 
@@ -30,9 +30,7 @@ def test_readers_hold_it_at_once(using: str, name: str) -> None:
     assert together(read, read, read, read) == [True] * 4
 
 
-def test_a_writer_excludes_readers_and_writers(
-    using: str, name: str, rival: Callable[..., Rival]
-) -> None:
+def test_a_writer_excludes_readers_and_writers(using: str, name: str, rival: Rivals) -> None:
     writer, reader = rival(), rival(shared=True)
 
     with lock(name, using=using):
@@ -41,7 +39,7 @@ def test_a_writer_excludes_readers_and_writers(
 
 
 def test_it_is_free_for_a_writer_once_the_last_reader_has_left(
-    using: str, name: str, rival: Callable[..., Rival]
+    using: str, name: str, rival: Rivals
 ) -> None:
     writer, first, second = rival(), rival(shared=True), rival(shared=True)
     first.takes()
@@ -54,9 +52,7 @@ def test_it_is_free_for_a_writer_once_the_last_reader_has_left(
 
 
 @needs("spares_writers")
-def test_a_waiting_writer_is_not_starved_by_readers(
-    using: str, name: str, rival: Callable[..., Rival]
-) -> None:
+def test_a_waiting_writer_is_not_starved_by_readers(using: str, name: str, rival: Rivals) -> None:
     reader = rival(shared=True)
     reader.takes()
     written = threading.Event()
@@ -102,7 +98,7 @@ def test_a_writer_may_read_and_a_reader_may_read_again(using: str, name: str) ->
         assert inner is outer
 
 
-def test_a_retried_shared_acquire_counts_once(rival: Callable[..., Rival]) -> None:
+def test_a_retried_shared_acquire_counts_once(rival: Rivals) -> None:
     writer, reader = rival(), rival(shared=True)
     reader.takes()
     reader.takes()

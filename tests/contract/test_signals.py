@@ -40,14 +40,13 @@ from django_distlock.signals import (
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually, never
 
-from .crew import start, waiting_for
+from .crew import ataken, start, taken, waiting_for
 from .faults import Faulty
 from .profiles import Profile, needs
-from .rivals import Rival
+from .rivals import Rival, Rivals
 
 pytestmark = needs("typical")
 
-Rivals = Callable[..., Rival]
 SIGNALS = {
     "acquired": lock_acquired,
     "busy": lock_busy,
@@ -176,8 +175,7 @@ def test_who_is_refused_by_min_hold_is_told_until_when(using: str, name: str, to
 def test_a_loss_is_told_once_with_its_reason(
     using: str, name: str, told: Told, tick: float
 ) -> None:
-    lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=2 * tick, renew=False)
     eventually(lambda: len(told) > 1)
     with pytest.raises(LockLost):
         lease.release()
@@ -194,11 +192,9 @@ def test_a_forced_release_is_told_with_whose_it_was_and_logged(
     using: str,
     told: Told,
     backend: BaseLockBackend,
-    rival: Rivals,
+    holder: Rival,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    holder = rival()
-    holder.takes()
     [record] = [held for held in backend.held() if held.key == holder.request.key]
 
     assert backend.force_release(record.key, record.owner_digest)
@@ -215,8 +211,7 @@ def test_a_forced_release_is_told_with_whose_it_was_and_logged(
 def test_a_lease_that_is_handed_on_is_told_with_how_long_it_was_held(
     using: str, name: str, told: Told
 ) -> None:
-    lease = lock(name, using=using, renew=False).acquire()
-    assert lease
+    lease = taken(name, using=using, renew=False)
     text = lease.detach()
 
     assert [word for word, _ in told] == ["acquired", "extended", "detached"]
@@ -226,11 +221,8 @@ def test_a_lease_that_is_handed_on_is_told_with_how_long_it_was_held(
 
 
 def test_a_waiter_is_told_how_long_it_waited_and_for_whom(
-    using: str, name: str, told: Told, rival: Rivals, profile: Profile
+    using: str, name: str, told: Told, holder: Rival, profile: Profile
 ) -> None:
-    holder = rival()
-    holder.takes()
-
     def leave() -> float:
         eventually(lambda: waiting_for(locks[using], name))
         since = time.monotonic()
@@ -289,8 +281,7 @@ def test_outcomes_are_logged_once_with_fields_that_json_can_have(
     caplog.set_level(logging.DEBUG, "django_distlock")
     with lock(name, using=using):
         pass
-    holder = rival()
-    holder.takes()
+    rival().takes()
     with pytest.raises(LockNotAcquired), lock(name, using=using, timeout=0):
         pass
 
@@ -354,8 +345,7 @@ async def test_an_asynchronous_receiver_hides_no_loss(
         heard.set()
 
     connect(lock_lost, receive)
-    lease = await lock(name, using=using, ttl=2 * tick, renew=False).aacquire()
-    assert lease
+    lease = await ataken(name, using=using, ttl=2 * tick, renew=False)
     while lease.deadline > clock.lease_time():
         pass  # the thread that looks after leases must not be the first to see it
 

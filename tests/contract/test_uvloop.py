@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
 import pytest
 
 from django_distlock import lock
 
+from .crew import SOON
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rivals
 
 pytestmark = needs("typical")
 uvloop = pytest.importorskip("uvloop")  # there is none for each Python
 
-Rivals = Callable[..., Rival]
-#: Seconds until everything must be free, on a busy machine.
-SOON = 6.0
 NAMES, TASKS = 8, 120
 
 

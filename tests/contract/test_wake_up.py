@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import wait
 from functools import partial
 from itertools import pairwise
@@ -17,14 +16,12 @@ from django_distlock.conf import read_alias, read_settings
 from django_distlock.engine import acquisition, waiting
 from django_distlock.engine.local_queue import IN_A_ROW
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.processes import Child
 
 from .crew import is_contested, start, take_and_release
 from .faults import Faulty, faulty_version_of
 from .profiles import lacks, needs
-from .rivals import Rival
+from .rivals import Children, Rival, Rivals
 
-Rivals = Callable[..., Rival]
 #: Seconds that a machine which is busy with other things may take to run a thread that is woken.
 SLOW = 1.0
 
@@ -101,10 +98,8 @@ class TestBetweenProcesses:
 
     @needs("fair", "cross_process")
     def test_a_waiter_that_was_killed_is_passed_over_after_a_while(
-        self, child: Callable[..., Child], sites: list[str], using: str, name: str, rival: Rivals
+        self, child: Children, sites: list[str], using: str, name: str, holder: Rival
     ) -> None:
-        holder = rival()
-        holder.takes()
         dead = child("stand_in_line", name=name, using=using)
         dead.expect("queued")
         dead.kill()
@@ -159,10 +154,8 @@ class TestBetweenProcesses:
 
     @lacks("wakes_waiters")
     def test_where_nobody_is_woken_a_waiter_looks_often(
-        self, using: str, name: str, rival: Rivals, tick: float
+        self, using: str, name: str, holder: Rival, tick: float
     ) -> None:
-        holder = rival()
-        holder.takes()
         waiter = start(lambda: take_and_release(using, name))
         never(waiter.done, 3 * tick)
 
