@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 from django.db import transaction
@@ -21,35 +20,21 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import Release, State, new_owner
 from tests.fixtures.eventually import eventually
 
-from .crew import elsewhere
+from .crew import elsewhere, taken
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
-from .rivals import Rival
+from .rivals import Rival, Rivals
 
 
 def _expired(using: str, name: str, tick: float) -> Lease:
     """Return a lease whose time is over, on the server as well as here."""
-    lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=2 * tick, renew=False)
     eventually(lambda: lease.lost)
     return lease
 
 
-def test_a_released_lock_is_free_for_others_at_once(
-    using: str, name: str, rival: Callable[..., Rival]
-) -> None:
-    lease = lock(name, using=using).acquire()
-    assert lease
-    assert not rival().tries()
-
-    lease.release()
-
-    assert lease.state is State.RELEASED
-    assert rival().tries()
-
-
 def test_who_holds_it_is_told_without_trying(
-    using: str, name: str, rival: Callable[..., Rival], profile: Profile
+    using: str, name: str, rival: Rivals, profile: Profile
 ) -> None:
     assert lock(name, using=using).holder() is None
     with lock(name, using=using, purpose="the yearly report") as lease:
@@ -73,19 +58,20 @@ def test_after_a_rollback_its_caller_takes_it_again_at_once(using: str, name: st
             raise ZeroDivisionError
 
 
-def test_a_second_release_is_an_error_that_changes_nothing(
-    using: str, name: str, rival: Callable[..., Rival]
+def test_a_released_lock_is_free_at_once_and_what_is_called_after_it_is_an_error_that_changes_nothing(
+    using: str, name: str, rival: Rivals
 ) -> None:
-    lease = lock(name, using=using).acquire()
-    assert lease
+    lease, other = taken(name, using=using), rival()
+    assert not other.tries()
+
     lease.release()
-    other = rival()
-    other.takes()
 
-    with pytest.raises(LockNotHeld) as caught:
-        lease.release()
-
-    assert not isinstance(caught.value, LockLost)
+    assert lease.state is State.RELEASED
+    assert other.tries()
+    for operation in (lease.release, lease.extend, lease.check):
+        with pytest.raises(LockNotHeld) as caught:
+            operation()
+        assert not isinstance(caught.value, LockLost)
     assert other.holds
 
 
@@ -103,7 +89,7 @@ def test_releasing_a_lease_that_had_ended_tells_that_it_was_lost(
 @lacks("whole_seconds")
 @needs("leased")
 def test_releasing_what_somebody_else_holds_by_now_frees_nobody(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
+    using: str, name: str, tick: float, rival: Rivals
 ) -> None:
     lease = _expired(using, name, tick)
     other = rival()
@@ -115,11 +101,7 @@ def test_releasing_what_somebody_else_holds_by_now_frees_nobody(
     assert other.holds
 
 
-def test_the_owner_is_compared_on_the_server(
-    backend: BaseLockBackend, rival: Callable[..., Rival]
-) -> None:
-    holder = rival()
-    holder.takes()
+def test_the_owner_is_compared_on_the_server(backend: BaseLockBackend, holder: Rival) -> None:
     thief = dataclasses.replace(holder.request, owner=new_owner())
 
     assert backend.release(thief) is Release.TAKEN
@@ -129,32 +111,22 @@ def test_the_owner_is_compared_on_the_server(
     assert backend.release(thief) is Release.GONE
 
 
-def test_a_release_that_is_sent_again_answers_as_the_first(
-    backend: BaseLockBackend, rival: Callable[..., Rival]
-) -> None:
-    holder = rival()
-    holder.takes()
-
-    assert backend.release(holder.request) is Release.RELEASED
-    assert backend.release(holder.request) is Release.RELEASED
-
-
-def test_a_release_that_is_sent_again_does_not_free_the_next_holder(
-    backend: BaseLockBackend, rival: Callable[..., Rival]
+def test_a_release_that_is_sent_again_answers_as_the_first_and_does_not_free_the_next_holder(
+    backend: BaseLockBackend, rival: Rivals
 ) -> None:
     before, after = rival(), rival()
     before.takes()
-    backend.release(before.request)
-    after.takes()
 
+    assert backend.release(before.request) is Release.RELEASED
+    assert backend.release(before.request) is Release.RELEASED
+    after.takes()
     backend.release(before.request)
 
     assert after.holds
 
 
-def test_an_acquire_that_is_sent_again_gets_the_same_grant(rival: Callable[..., Rival]) -> None:
-    holder, other = rival(), rival()
-    holder.takes()
+def test_an_acquire_that_is_sent_again_gets_the_same_grant(rival: Rivals, holder: Rival) -> None:
+    other = rival()
     first = holder.token
 
     assert holder.tries()
@@ -167,7 +139,7 @@ def test_an_acquire_that_is_sent_again_gets_the_same_grant(rival: Callable[..., 
 @lacks("whole_seconds")
 @needs("leased")
 def test_an_extension_of_what_has_expired_is_refused_and_takes_nothing(
-    using: str, name: str, rival: Callable[..., Rival], tick: float
+    using: str, name: str, rival: Rivals, tick: float
 ) -> None:
     holder = rival(ttl=tick)
     holder.takes()
@@ -178,7 +150,7 @@ def test_an_extension_of_what_has_expired_is_refused_and_takes_nothing(
 
 
 def test_extensions_are_answered_one_by_one(
-    backend: BaseLockBackend, name: str, rival: Callable[..., Rival]
+    backend: BaseLockBackend, name: str, rival: Rivals
 ) -> None:
     mine, gone, theirs = (rival(of=f"{name}:{part}") for part in "abc")
     mine.takes()
@@ -192,33 +164,36 @@ def test_extensions_are_answered_one_by_one(
 
 class TestWhenTheReplyIsLost:
     @pytest.mark.usefixtures("is_never_hung")
-    def test_an_acquire_is_asked_again_and_gets_its_own_grant(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    def test_an_acquire_gets_its_own_grant_and_a_release_has_released(
+        self, faulty: Faulty, using: str, name: str, rival: Rivals
     ) -> None:
         faulty.lose_replies("try_acquire")
 
         with lock(name, using=using) as lease:
             assert lease.held
             assert not rival().tries()
+            faulty.lose_replies("release")
 
+        assert lease.state is State.RELEASED
         assert rival().tries()
 
-    @needs("typical")
     @pytest.mark.usefixtures("is_never_hung")
-    async def test_a_task_gets_its_own_grant_too(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    async def test_so_do_those_of_a_task(
+        self, faulty: Faulty, using: str, name: str, rival: Rivals
     ) -> None:
         faulty.lose_replies("try_acquire")
 
         async with lock(name, using=using) as lease:
             assert lease.held
             assert not await asyncio.to_thread(rival().tries)
+            faulty.lose_replies("release")
 
+        assert lease.state is State.RELEASED
         assert await asyncio.to_thread(rival().tries)
 
     @pytest.mark.usefixtures("is_never_hung")
     def test_an_acquire_whose_replies_are_all_lost_leaves_nothing(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+        self, faulty: Faulty, using: str, name: str, rival: Rivals
     ) -> None:
         faulty.lose_replies("try_acquire", times=2)
 
@@ -227,28 +202,8 @@ class TestWhenTheReplyIsLost:
 
         rival().takes(within=15)
 
-    @pytest.mark.usefixtures("is_never_hung")
-    def test_nobody_is_told_of_the_lost_reply_of_a_release(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
-    ) -> None:
-        with lock(name, using=using) as lease:
-            faulty.lose_replies("release")
-
-        assert lease.state is State.RELEASED
-        assert rival().tries()
-
-    @pytest.mark.usefixtures("is_never_hung")
-    async def test_nor_is_a_task(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
-    ) -> None:
-        async with lock(name, using=using) as lease:
-            faulty.lose_replies("release")
-
-        assert lease.state is State.RELEASED
-        assert await asyncio.to_thread(rival().tries)
-
     def test_a_release_whose_replies_are_all_lost_is_an_error_and_finished_in_the_background(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+        self, faulty: Faulty, using: str, name: str, rival: Rivals
     ) -> None:
         with pytest.raises(LockOutcomeUnknown), lock(name, using=using):
             faulty.lose_replies("release", times=2)
@@ -258,8 +213,7 @@ class TestWhenTheReplyIsLost:
 
 @needs("typical")
 def test_a_lease_may_be_released_by_another_thread_than_took_it(using: str, name: str) -> None:
-    lease = lock(name, using=using).acquire()
-    assert lease
+    lease = taken(name, using=using)
 
     elsewhere(lease.release)
 
