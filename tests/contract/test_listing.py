@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 
-from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks
+from django_distlock import LockNotHeld, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import waiting
-from django_distlock.engine.values import Held, digest
+from django_distlock.engine.values import Held, Release, digest
 from django_distlock.operators import holdings
 from tests.fixtures.eventually import eventually
-from tests.fixtures.processes import Child
 
-from .crew import start, take_and_release
+from .crew import start, take_and_release, taken
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
-from .rivals import Rival
+from .rivals import Children, Rival, Rivals
 
 pytestmark = needs("listing")
-Rivals = Callable[..., Rival]
 
 
 def _records(backend: BaseLockBackend, rival: Rival) -> list[Held]:
@@ -48,15 +45,17 @@ def test_a_held_lock_is_listed_with_its_facts(
     assert record.remaining is None or 25 < record.remaining < 30.01
 
 
-def test_force_frees_the_lock_for_others_at_once(backend: BaseLockBackend, rival: Rivals) -> None:
-    stuck, other = rival(), rival()
-    stuck.takes()
-    [record] = _records(backend, stuck)
+def test_force_frees_the_lock_for_others_at_once(
+    backend: BaseLockBackend, rival: Rivals, holder: Rival
+) -> None:
+    other = rival()
+    [record] = _records(backend, holder)
 
     assert backend.force_release(record.key, record.owner_digest) is True
 
     assert other.tries()
-    assert not stuck.holds
+    assert not holder.holds
+    assert backend.release(holder.request) is Release.TAKEN
 
 
 def test_force_never_frees_the_next_holder(backend: BaseLockBackend, rival: Rivals) -> None:
@@ -123,8 +122,7 @@ def test_what_the_min_hold_of_a_dead_holder_reserves_can_be_freed(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
 ) -> None:
     other = rival()
-    lease = lock(name, using=using, ttl=3 * tick, min_hold=600, renew=False).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=3 * tick, min_hold=600, renew=False)
     # Nobody has looked since it died.
     eventually(lambda: [each.reserved for each in _records(backend, other)] == [True])
 
@@ -144,11 +142,10 @@ def test_what_the_min_hold_of_a_dead_holder_reserves_can_be_freed(
 
 @pytest.mark.usefixtures("is_never_hung")
 def test_the_lost_reply_of_a_force_is_settled(
-    faulty: Faulty, backend: BaseLockBackend, rival: Rivals
+    faulty: Faulty, backend: BaseLockBackend, rival: Rivals, holder: Rival
 ) -> None:
-    stuck, other = rival(), rival()
-    stuck.takes()
-    [record] = _records(backend, stuck)
+    other = rival()
+    [record] = _records(backend, holder)
     faulty.lose_replies("end_holding")
 
     assert backend.force_release(record.key, record.owner_digest) is True
@@ -156,33 +153,11 @@ def test_the_lost_reply_of_a_force_is_settled(
     assert other.tries()
 
 
-@pytest.mark.slow
-@needs("leased")
-def test_the_holder_is_told_at_its_next_renewal(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
-) -> None:
-    other = rival()
-    lease = lock(name, using=using, ttl=60 * tick).acquire()
-    assert lease
-    [record] = _records(backend, other)
-    assert backend.end_holding(record.key, record.owner_digest)  # as by another process
-    other.takes()
-
-    eventually(lambda: lease.lost, 50 * tick)
-
-    with pytest.raises(LockLost):
-        lease.check()
-    with pytest.raises(LockNotOwned):
-        lease.release()
-    assert other.holds
-
-
 @needs("cross_process")
 def test_a_holder_by_another_alias_of_the_same_place_is_told_at_once(
     name: str, sites: list[str]
 ) -> None:
-    lease = lock(name, using=sites[0], ttl=60).acquire()
-    assert lease
+    lease = taken(name, using=sites[0], ttl=60)
     [record] = locks[sites[1]].held(lease.request.key)
 
     assert locks[sites[1]].force_release(record.key, record.owner_digest)
@@ -253,24 +228,19 @@ def _age(backend: BaseLockBackend, rival: Rival) -> float | None:
 @pytest.mark.slow
 @needs("counts_waiters")
 def test_the_number_of_waiters_is_that_of_their_places_on_the_server(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+    using: str, name: str, backend: BaseLockBackend, holder: Rival
 ) -> None:
-    stuck = rival(ttl=60)
-    stuck.takes()
     waiters = [start(lambda: take_and_release(using, name)) for _ in range(3)]
 
     eventually(lambda: _waiters(using, name) == _places(backend, 3), 20)
 
-    stuck.leaves()
+    holder.leaves()
     assert all(waiter.result(20) for waiter in waiters)
 
 
 @lacks("counts_waiters")
-def test_waiters_are_unknown_without_a_queue_on_the_server(
-    using: str, name: str, rival: Rivals
-) -> None:
-    rival(ttl=60).takes()
-
+@pytest.mark.usefixtures("holder")
+def test_waiters_are_unknown_without_a_queue_on_the_server(using: str, name: str) -> None:
     assert _waiters(using, name) is None
 
 
@@ -285,10 +255,8 @@ def _places(backend: BaseLockBackend, waiters: int) -> int:
 
 
 @pytest.mark.slow
-def test_callers_that_have_given_up_are_not_counted(
-    using: str, name: str, rival: Rivals, tick: float
-) -> None:
-    rival(ttl=60).takes()
+@pytest.mark.usefixtures("holder")
+def test_callers_that_have_given_up_are_not_counted(using: str, name: str, tick: float) -> None:
     waiters = [start(lambda: lock(name, using=using, timeout=5 * tick).acquire()) for _ in range(3)]
     for waiter in waiters:
         assert waiter.result(20) is None
@@ -302,11 +270,9 @@ def test_waiters_of_all_processes_are_counted_until_they_are_gone(
     using: str,
     name: str,
     backend: BaseLockBackend,
-    rival: Rivals,
-    child: Callable[..., Child],
+    holder: Rival,
+    child: Children,
 ) -> None:
-    stuck = rival(ttl=60)
-    stuck.takes()
     others = child("wait_in_threads", name=name, using=using, number=2)
     waiters = [start(lambda: take_and_release(using, name)) for _ in range(3)]
 
@@ -315,5 +281,5 @@ def test_waiters_of_all_processes_are_counted_until_they_are_gone(
     others.kill()
     eventually(lambda: _waiters(using, name) == mine, 20)
 
-    stuck.leaves()
+    holder.leaves()
     assert all(waiter.result(20) for waiter in waiters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -11,18 +10,16 @@ from django_distlock import LockLost, lock
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
-from .crew import start
+from .crew import start, taken
 from .faults import Faulty
 from .profiles import lacks, needs
-from .rivals import Rival
+from .rivals import Rivals
 
 pytestmark = needs("leased")
 
 
 @pytest.mark.slow
-def test_a_held_lock_outlives_its_ttl(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
+def test_a_held_lock_outlives_its_ttl(using: str, name: str, tick: float, rival: Rivals) -> None:
     other = rival()
 
     with lock(name, using=using, ttl=20 * tick) as lease:
@@ -33,12 +30,11 @@ def test_a_held_lock_outlives_its_ttl(
 
 @lacks("whole_seconds")
 def test_without_renewal_it_ends_with_its_ttl_and_never_before(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
+    using: str, name: str, tick: float, rival: Rivals
 ) -> None:
     other = rival()
     began = time.monotonic()
-    lease = lock(name, using=using, ttl=6 * tick, renew=False).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=6 * tick, renew=False)
 
     other.takes(within=10)
 
@@ -80,8 +76,7 @@ def test_renewal_stops_at_the_release(
 def test_what_is_being_released_is_not_renewed(
     faulty: Faulty, using: str, name: str, tick: float, put_forward: PutForward
 ) -> None:
-    lease = lock(name, using=using, ttl=100).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=100)
     faulty.hang("release")
     releasing = start(lease.release)
     eventually(lambda: faulty.calls["release"])
@@ -98,12 +93,11 @@ def test_what_is_being_released_is_not_renewed(
 
 @lacks("whole_seconds")
 def test_a_renewal_that_comes_back_after_the_release_changes_nothing(
-    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival], put_forward: PutForward
+    faulty: Faulty, using: str, name: str, rival: Rivals, put_forward: PutForward
 ) -> None:
     other = rival()
     hung = faulty.hang("extend")
-    lease = lock(name, using=using, ttl=100).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=100)
     put_forward(40)
     eventually(lambda: faulty.calls["extend"])
     lease.release()
@@ -118,11 +112,10 @@ def test_a_renewal_that_comes_back_after_the_release_changes_nothing(
 
 @lacks("whole_seconds")
 def test_the_server_may_tell_that_a_lease_is_not_ours_any_more(
-    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival], put_forward: PutForward
+    faulty: Faulty, using: str, name: str, rival: Rivals, put_forward: PutForward
 ) -> None:
     other = rival(ttl=100)
-    lease = lock(name, using=using, ttl=100).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=100)
     faulty.release(lease.request)
     other.takes()
 
@@ -130,18 +123,19 @@ def test_the_server_may_tell_that_a_lease_is_not_ours_any_more(
     eventually(lambda: lease.lost)
 
     assert "not ours" in lease.reason
+    with pytest.raises(LockLost):
+        lease.release()
     assert other.holds
 
 
 @pytest.mark.slow
 @lacks("whole_seconds")
 def test_max_hold_ends_it_however_often_it_is_renewed(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
+    using: str, name: str, tick: float, rival: Rivals
 ) -> None:
     other = rival()
     began = time.monotonic()
-    lease = lock(name, using=using, ttl=12 * tick, max_hold=20 * tick).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=12 * tick, max_hold=20 * tick)
     first = lease.deadline
 
     eventually(lambda: lease.deadline > first or lease.lost)
