@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import pairwise
-
-import pytest
 
 from django_distlock import Lease, lock
 from django_distlock.backends.base import BaseLockBackend
 
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rivals
 
 pytestmark = needs("fencing")
 
@@ -27,12 +24,6 @@ def _one_holding(using: str, name: str) -> int:
         return _token(lease)
 
 
-@pytest.fixture
-def before(using: str, name: str) -> int:
-    """The token of a holding that is over."""
-    return _one_holding(using, name)
-
-
 def _rises(tokens: list[int]) -> bool:
     return all(first < second for first, second in pairwise(tokens))
 
@@ -45,24 +36,11 @@ def test_it_begins_at_the_clock_so_that_data_can_change_its_backend(using: str, 
     assert abs(_one_holding(using, name) / 1_000_000 - time.time()) < 3600
 
 
-@needs("leased")
-def test_it_rises_over_an_expiry(
-    using: str, name: str, before: int, tick: float, rival: Callable[..., Rival]
-) -> None:
-    dead = rival(ttl=tick)
-    dead.takes()
-
-    after = _one_holding(using, name)
-
-    assert dead.token is not None
-    assert before < dead.token < after
-
-
 @needs("listing")
 def test_it_rises_over_a_forced_release(
-    using: str, name: str, backend: BaseLockBackend, before: int, rival: Callable[..., Rival]
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals
 ) -> None:
-    forced = rival()
+    before, forced = _one_holding(using, name), rival()
     forced.takes()
     [record] = [held for held in backend.held() if held.key == forced.request.key]
     assert backend.force_release(record.key, record.owner_digest)
