@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,12 +25,11 @@ from django_distlock import (
 from django_distlock.engine.registry import registry
 from django_distlock.operators import force_release, holdings
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.processes import Child
 
 from .acts import WIDTH
 from .crew import elsewhere, start
 from .profiles import Profile, lacks, needs
-from .rivals import Rival
+from .rivals import Children, Rivals
 
 LIMIT = 3
 
@@ -72,7 +71,7 @@ def take(using: str, name: str) -> Iterator[Taker]:
     taker.give_back()
 
 
-def test_so_many_hold_it_at_once_and_no_more(take: Taker) -> None:
+def test_so_many_hold_it_at_once_and_no_more_each_by_its_own_lease(take: Taker) -> None:
     leases = take.all()
 
     assert sorted(lease.place or 0 for lease in leases) == [0, 1, 2]
@@ -80,30 +79,17 @@ def test_so_many_hold_it_at_once_and_no_more(take: Taker) -> None:
         take.lock().__enter__()
     assert caught.value.limit == LIMIT
 
-    leases.pop(1).release()
-    with take.lock() as again:
-        assert again.place not in {lease.place for lease in leases}
-
-
-def test_a_place_is_held_by_its_own_lease(take: Taker) -> None:
-    first, *others = take.all()
-
-    first.release()
+    freed = leases.pop(1)
+    freed.release()
     with pytest.raises(LockNotHeld):
-        first.release()
-
-    for lease in others:
+        freed.release()
+    for lease in leases:
         lease.extend()
         lease.check()
-    assert take() is not None
+    again = take()
+    assert again is not None
+    assert again.place == freed.place
     assert take() is None
-
-
-@needs("typical")
-def test_a_name_with_a_limit_is_another_name(using: str, name: str, take: Taker) -> None:
-    with lock(name, using=using, timeout=0) as alone:
-        take.all()
-        assert alone.place is None
 
 
 def test_a_lower_limit_takes_only_places_below_it(take: Taker) -> None:
@@ -119,7 +105,7 @@ def test_a_lower_limit_takes_only_places_below_it(take: Taker) -> None:
 
 
 def test_whoever_waits_behind_a_lower_limit_is_told_that_limit_or_gets_a_place_above_it(
-    using: str, name: str, take: Taker, rival: Callable[..., Rival]
+    using: str, name: str, take: Taker, rival: Rivals
 ) -> None:
     holders = [rival(limit=2), rival(limit=2)]
     for holder in holders:
@@ -140,11 +126,14 @@ def test_whoever_waits_behind_a_lower_limit_is_told_that_limit_or_gets_a_place_a
 
 
 @needs("typical")
-def test_the_caller_enters_its_place_again(using: str, name: str) -> None:
-    with lock(name, using=using, limit=2) as outer, lock(name, using=using, limit=2) as inner:
+def test_the_caller_enters_its_place_again_and_a_name_with_a_limit_is_another_name(
+    using: str, name: str
+) -> None:
+    with lock(name, using=using, limit=1) as outer, lock(name, using=using, limit=1) as inner:
         assert inner is outer
-        with lock(name, using=using) as alone:
+        with lock(name, using=using, timeout=0) as alone:
             assert alone is not outer
+            assert alone.place is None
 
 
 def test_a_waiter_gets_the_place_that_comes_free(using: str, name: str, take: Taker) -> None:
@@ -264,7 +253,7 @@ def test_many_threads_are_never_more_than_the_limit(using: str, name: str) -> No
 
 @needs("cross_process")
 def test_processes_never_share_a_place(
-    child: Callable[..., Child], using: str, name: str, tmp_path: Path
+    child: Children, using: str, name: str, tmp_path: Path
 ) -> None:
     balances = tmp_path / "balances"
     balances.write_text("0" * WIDTH * LIMIT)
@@ -284,7 +273,7 @@ def test_processes_never_share_a_place(
 @lacks("whole_seconds")
 @needs("cross_process")
 def test_the_places_of_killed_processes_come_free(
-    child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
+    child: Children, using: str, name: str, take: Taker, tick: float
 ) -> None:
     terms = {"using": using, "name": name, "limit": LIMIT, "ttl": 15 * tick}
     holders = [child("hold", **terms) for _ in range(LIMIT)]
@@ -305,7 +294,7 @@ def test_the_places_of_killed_processes_come_free(
 
 @needs("cross_process", "wakes_waiters")
 def test_a_release_in_another_process_wakes_the_waiter(
-    child: Callable[..., Child], using: str, name: str, take: Taker
+    child: Children, using: str, name: str, take: Taker
 ) -> None:
     holders = [child("hold", using=using, name=name, limit=2) for _ in range(2)]
     for holder in holders:
