@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
 
 import freezegun
@@ -17,19 +17,17 @@ from django_distlock.engine.background import TRIES
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually, never
 
-from .crew import held_in_thread, start, take_and_release
+from .crew import held_in_thread, start, take_and_release, taken
 from .faults import Faulty, total
 from .profiles import Profile, lacks, needs
-from .rivals import Rival
+from .rivals import Rival, Rivals
 
 #: Seconds that a timeout may be late on a machine that is busy with other things.
 LATE = 5.0
 
 
 @pytest.fixture(params=["by this process", "by another"])
-def held(
-    request: pytest.FixtureRequest, using: str, name: str, rival: Callable[..., Rival]
-) -> Iterator[str]:
+def held(request: pytest.FixtureRequest, using: str, name: str, rival: Rivals) -> Iterator[str]:
     """Where the lock of the test is held."""
     if request.param == "by another":
         rival().takes()
@@ -99,9 +97,7 @@ class TestWhileTheTestsStopTheClock:
     """What waits goes on by clocks that freezegun and time-machine do not replace."""
 
     @pytest.fixture(autouse=True, params=["freezegun", "time-machine"])
-    def holder(
-        self, request: pytest.FixtureRequest, using: str, rival: Callable[..., Rival]
-    ) -> Iterator[Rival]:
+    def holder(self, request: pytest.FixtureRequest, using: str, rival: Rivals) -> Iterator[Rival]:
         holder = rival(ttl=60)
         holder.takes()
         with _stopped(request.param):
@@ -114,7 +110,7 @@ class TestWhileTheTestsStopTheClock:
 
         assert waiting.result(4 * tick + 15) is None
 
-    def test_a_lock_is_handed_on_when_it_comes_free(
+    def test_a_lock_is_handed_on_when_it_comes_free_to_who_waits_without_a_timeout(
         self, using: str, name: str, tick: float, holder: Rival
     ) -> None:
         waiting = start(lambda: take_and_release(using, name, None))
@@ -128,10 +124,8 @@ class TestWhileTheTestsStopTheClock:
     def test_a_lease_is_renewed_and_ends_in_its_time(
         self, using: str, name: str, tick: float
     ) -> None:
-        lasting = lock(f"{name}:2", using=using, ttl=12 * tick).acquire()
-        ending = lock(f"{name}:3", using=using, ttl=12 * tick, renew=False).acquire()
-        assert lasting
-        assert ending
+        lasting = taken(f"{name}:2", using=using, ttl=12 * tick)
+        ending = taken(f"{name}:3", using=using, ttl=12 * tick, renew=False)
 
         eventually(lambda: ending.lost)
 
@@ -166,12 +160,7 @@ class TestWhileOtherTasksKeepAllThreadsBusy:
         assert 4 * tick <= time.monotonic() - began < 4 * tick + LATE
 
     async def test_a_lease_begins_when_it_is_asked_for(
-        self,
-        using: str,
-        name: str,
-        faulty: Faulty,
-        hung: threading.Event,
-        put_forward: PutForward,
+        self, using: str, name: str, faulty: Faulty, hung: threading.Event, put_forward: PutForward
     ) -> None:
         taken = asyncio.create_task(
             lock(name, using=using, ttl=30, renew=False).aacquire(timeout=60)
@@ -190,28 +179,12 @@ class TestWhileOtherTasksKeepAllThreadsBusy:
 
 @needs("cross_process")
 @needs("typical")
-def test_without_a_timeout_the_setting_of_the_alias_holds(
-    name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    rival().takes()
+@pytest.mark.usefixtures("holder")
+def test_without_a_timeout_the_setting_of_the_alias_holds(name: str, tick: float) -> None:
     began = time.monotonic()
 
     assert lock(name, using="brief").acquire() is None
     assert 3 * tick <= time.monotonic() - began < 3 * tick + LATE
-
-
-@needs("typical")
-def test_a_timeout_of_none_waits_until_it_is_free(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    holder = rival()
-    holder.takes()
-    waiting = start(lambda: take_and_release(using, name, None))
-
-    never(waiting.done, 5 * tick)
-    holder.leaves()
-
-    assert waiting.result(10)
 
 
 async def _atake_and_release(recipe: Lock) -> float:
@@ -219,10 +192,8 @@ async def _atake_and_release(recipe: Lock) -> float:
         return time.monotonic()
 
 
-def test_a_single_try_is_one_request(
-    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
-) -> None:
-    rival().takes()
+@pytest.mark.usefixtures("holder")
+def test_a_single_try_is_one_request(faulty: Faulty, using: str, name: str) -> None:
     before = faulty.calls["try_acquire"]
 
     lock(name, using=using, timeout=0).acquire()
