@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -14,13 +14,10 @@ from django_distlock import lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
-from tests.fixtures.processes import Child
 
 from .crew import start, take_and_release, waiting_for
 from .profiles import needs
-from .rivals import Rival
-
-Rivals = Callable[..., Rival]
+from .rivals import Children, Rival, Rivals
 
 
 class Loop:
@@ -78,25 +75,12 @@ def loop() -> Iterator[Loop]:
 
 
 @needs("typical")
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_task_whose_loop_is_blocked_holds_up_nobody(
-    name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
+    name: str, backend: BaseLockBackend, holder: Rival, loop: Loop, shared: bool
 ) -> None:
-    _is_passed_over(name, backend, rival, loop, shared=False)
-
-
-@needs("shared")
-@needs("typical")
-def test_a_task_whose_loop_is_blocked_holds_up_no_reader(
-    name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
-) -> None:
-    _is_passed_over(name, backend, rival, loop, shared=True)
-
-
-def _is_passed_over(
-    name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop, *, shared: bool
-) -> None:
-    holder = rival(ttl=60)
-    holder.takes()
+    if shared and not backend.supports_shared:
+        pytest.skip("it has no readers")
     task = loop.take(backend.alias, name, shared=shared)
     eventually(lambda: waiting_for(backend, name) == 1)
 
@@ -118,12 +102,10 @@ def _is_passed_over(
 
 @needs("typical")
 def test_code_that_blocks_the_loop_of_the_first_caller_gets_the_lock_itself(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
+    using: str, name: str, backend: BaseLockBackend, holder: Rival, loop: Loop
 ) -> None:
     if backend.asks_database:
         pytest.skip("Django refuses that in the thread of a loop")
-    holder = rival(ttl=60)
-    holder.takes()
     task = loop.take(using, name)
     eventually(lambda: waiting_for(backend, name) == 1)
     outcome: Future[float] = Future()
@@ -139,7 +121,7 @@ def test_code_that_blocks_the_loop_of_the_first_caller_gets_the_lock_itself(
 @needs("fair", "cross_process")
 @pytest.mark.slow
 def test_a_process_of_impatient_callers_keeps_its_position(
-    using: str, name: str, child: Callable[..., Child], backend: BaseLockBackend
+    using: str, name: str, child: Children, backend: BaseLockBackend
 ) -> None:
     """Each of them waits for less long than one hold lasts, so that one that began at the end would never be served."""
     if backend.waiting.position_is_grant:

@@ -14,10 +14,10 @@ import pytest
 from django_distlock import Lease, lock
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
-from tests.fixtures.processes import Child
 
 from .crew import held_in_thread, start, waiting_for
 from .profiles import needs
+from .rivals import Children
 
 pytestmark = needs("fair")
 
@@ -43,24 +43,13 @@ def by_task(backend: BaseLockBackend, name: str, look: Callable[[], Any]) -> Fut
 
 
 @needs("cross_process")
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("wait", [by_thread, by_task])
 def test_another_process_is_let_in_after_one_hand_off(
-    child: Callable[..., Child], backend: BaseLockBackend, name: str, wait: Wait
+    child: Children, backend: BaseLockBackend, name: str, wait: Wait, shared: bool
 ) -> None:
-    _another_process_waits(child, backend, name, wait, shared=False)
-
-
-@needs("cross_process", "shared")
-@pytest.mark.parametrize("wait", [by_thread, by_task])
-def test_a_reader_of_another_process_is_let_in_after_one_hand_off(
-    child: Callable[..., Child], backend: BaseLockBackend, name: str, wait: Wait
-) -> None:
-    _another_process_waits(child, backend, name, wait, shared=True)
-
-
-def _another_process_waits(
-    child: Callable[..., Child], backend: BaseLockBackend, name: str, wait: Wait, *, shared: bool
-) -> None:
+    if shared and not backend.supports_shared:
+        pytest.skip("it has no readers")
     names = [f"{name}:{number}" for number in range(ROUNDS)]
     other = child("stand_in_lines", names=names, using=backend.alias, shared=shared)
     overtaken = 0

@@ -18,17 +18,7 @@ def test_declared_traits_are_the_flags_of_the_backend(
 
     assert flags == profile.traits & set(FLAGS)
     assert (backend.waiting.way is Way.LISTEN) is ("wakes_waiters" in profile.traits)
-
-
-def test_a_holding_ends_with_a_ttl_or_with_a_session(
-    profile: Profile, backend: BaseLockBackend
-) -> None:
     assert ("leased" in profile.traits) is not backend.session_bound
-
-
-def test_only_a_backend_that_can_be_fair_is_used_as_a_fair_one(
-    profile: Profile, backend: BaseLockBackend
-) -> None:
     assert backend.supports_fair or "fair" not in profile.traits
 
 
