@@ -31,10 +31,10 @@ from django_distlock.engine.registry import registry
 from django_distlock.ground import sync_to_async as bridges
 from tests.fixtures.eventually import aeventually, never
 
-from .crew import elsewhere
+from .crew import elsewhere, taken
 from .faults import Faulty, total
 from .profiles import needs
-from .rivals import Rival
+from .rivals import Rivals
 
 pytestmark = needs("typical")
 
@@ -118,16 +118,14 @@ def test_a_thread_enters_again_what_a_task_took_for_it(using: str, name: str) ->
     lease.release()
 
 
-def test_only_the_outermost_exit_frees_it(
-    using: str, name: str, rival: Callable[..., Rival]
-) -> None:
+def test_only_the_outermost_exit_frees_it(using: str, name: str, rival: Rivals) -> None:
     other, mine = rival(), lock(name, using=using)
     with mine:
         assert mine.acquire()
         mine.release()
         assert not other.tries()
-        with lock(name, using=using):
-            pass
+        with pytest.raises(ZeroDivisionError), lock(name, using=using):
+            raise ZeroDivisionError
         assert not other.tries()
 
     assert other.tries()
@@ -147,9 +145,12 @@ def test_another_thread_with_our_context_is_excluded(using: str, name: str) -> N
         assert not elsewhere(lambda: context.run(_try, using, name))
 
 
-async def test_the_children_of_gather_are_excluded(using: str, name: str) -> None:
+async def test_the_children_of_gather_are_excluded_and_with_reentrant_false_the_task_itself(
+    using: str, name: str
+) -> None:
     async with lock(name, using=using):
         assert not any(await asyncio.gather(*(_atry(using, name) for _ in range(3))))
+        assert not await lock(name, using=using, reentrant=False, timeout=0).aacquire()
 
 
 class TestOverTheBridgesOfAsgiref:
@@ -326,7 +327,7 @@ class TestOverTheBridgesOfAsgiref:
             assert await sync_to_async(async_to_sync(beside))() == [False, False, False]
             assert not await asyncio.to_thread(_try, using, name)
 
-    def test_a_task_beside_the_one_that_a_thread_waits_for_is_excluded(
+    def test_a_task_beside_the_one_that_a_thread_waits_for_and_another_thread_are_excluded(
         self, using: str, name: str
     ) -> None:
         async def beside() -> bool:
@@ -335,13 +336,7 @@ class TestOverTheBridgesOfAsgiref:
         with lock(name, using=using):
             assert not async_to_sync(beside)()
             assert not asyncio.run(beside())
-
-    def test_another_thread_that_crosses_with_our_context_is_excluded(
-        self, using: str, name: str
-    ) -> None:
-        with lock(name, using=using):
             context = contextvars.copy_context()
-
             assert not elsewhere(lambda: context.run(async_to_sync(_atry), using, name))
 
     def test_of_those_that_the_holder_waits_for_one_is_let_in_at_a_time(
@@ -471,7 +466,7 @@ class TestOverTheBridgesOfAsgiref:
 
     @pytest.mark.parametrize("leaves", [True, False], ids=["who leaves", "who only ends"])
     async def test_a_thread_that_outlives_the_task_that_let_it_in_keeps_it(
-        self, using: str, name: str, rival: Callable[..., Rival], leaves: bool
+        self, using: str, name: str, rival: Rivals, leaves: bool
     ) -> None:
         other, entered, may_leave = rival(), threading.Event(), threading.Event()
         left: Future[bool] = Future()
@@ -534,25 +529,12 @@ async def test_a_thread_that_outlives_the_task_it_was_started_by_is_excluded(
         await kept[0].arelease()
 
 
-async def test_reentrant_false_excludes_its_own_task(using: str, name: str) -> None:
-    async with lock(name, using=using):
-        assert not await lock(name, using=using, reentrant=False, timeout=0).aacquire()
-
-
 def test_a_released_lease_is_not_entered_again(using: str, name: str) -> None:
-    first = lock(name, using=using).acquire()
-    assert first
+    first = taken(name, using=using)
     first.release()
 
     with lock(name, using=using, timeout=0) as second:
         assert second is not first
-
-
-def test_a_reentry_that_fails_leaves_the_outer_one_alone(using: str, name: str) -> None:
-    with lock(name, using=using) as outer:
-        with pytest.raises(ZeroDivisionError), lock(name, using=using):
-            raise ZeroDivisionError
-        outer.check()
 
 
 async def test_what_is_being_given_back_is_not_entered_again(
