@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from django.core.signing import BadSignature
@@ -12,26 +11,23 @@ from django_distlock import Lease, LockLost, LockNotHeld, lock
 from django_distlock.engine.values import State
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.processes import Child
 
-from .crew import elsewhere
+from .crew import ataken, elsewhere, taken
 from .faults import Faulty
 from .profiles import lacks, needs
-from .rivals import Rival
+from .rivals import Children, Rivals
 
 pytestmark = [needs("detach"), lacks("variant")]
-Rivals = Callable[..., Rival]
 
 
 def _detached(using: str, name: str, ttl: float = 30) -> tuple[Lease, str]:
-    lease = lock(name, using=using, ttl=ttl).acquire()
-    assert lease
+    lease = taken(name, using=using, ttl=ttl)
     return lease, lease.detach()
 
 
 @needs("cross_process")
 def test_another_process_goes_on_with_the_lock(
-    child: Callable[..., Child], using: str, name: str, rival: Rivals
+    child: Children, using: str, name: str, rival: Rivals
 ) -> None:
     other = rival()
     lease, text = _detached(using, name)
@@ -109,23 +105,11 @@ def test_an_attached_lease_is_renewed(
         assert not other.tries()
 
 
-def test_an_attached_lease_keeps_the_terms(using: str, name: str, tick: float) -> None:
-    taken = lock(name, using=using, ttl=200 * tick, max_hold=300 * tick, renew=False).acquire()
-    assert taken
-
-    with Lease.attach(taken.detach()) as lease:
-        assert lease.ttl == 200 * tick
-        assert not lease.renews
-        lease.extend(1000 * tick)
-        assert lease.remaining <= 300 * tick
-
-
 @needs("min_hold")
 def test_who_attached_it_decides_if_a_min_hold_counts(using: str, name: str, rival: Rivals) -> None:
     def handed_on(name: str) -> Lease:
-        taken = lock(name, using=using, min_hold=100, free_on_error=True).acquire()
-        assert taken
-        return Lease.attach(taken.detach())
+        lease = taken(name, using=using, min_hold=100, free_on_error=True)
+        return Lease.attach(lease.detach())
 
     with pytest.raises(ZeroDivisionError), handed_on(name):
         raise ZeroDivisionError
@@ -141,10 +125,9 @@ def test_who_attached_it_and_dies_leaves_it_for_its_own_ttl(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
     other = rival()
-    taken = lock(name, using=using, ttl=15 * tick, renew=False).acquire()
-    assert taken
+    text = taken(name, using=using, ttl=15 * tick, renew=False).detach(ttl=600 * tick)
 
-    lease = Lease.attach(taken.detach(ttl=600 * tick))
+    lease = Lease.attach(text)
 
     assert lease.ttl == 15 * tick
     assert lease.remaining <= 15 * tick
@@ -157,24 +140,22 @@ def test_who_attached_it_and_dies_leaves_it_for_its_own_ttl(
 def test_a_min_hold_goes_on_for_the_attached_lease(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
-    taken = lock(name, using=using, ttl=6 * tick, min_hold=25 * tick, renew=False).acquire()
-    assert taken
-    lease = Lease.attach(taken.detach())
+    text = taken(name, using=using, ttl=6 * tick, min_hold=25 * tick, renew=False).detach()
+    lease = Lease.attach(text)
     eventually(lambda: lease.lost)
 
     never(rival().tries, 10 * tick)
 
 
-def test_max_hold_goes_on_while_the_text_travels(
+def test_an_attached_lease_keeps_the_terms_and_max_hold_goes_on_while_the_text_travels(
     using: str, name: str, put_forward: PutForward
 ) -> None:
-    taken = lock(name, using=using, ttl=100, max_hold=50).acquire()
-    assert taken
-    text = taken.detach(ttl=200)
+    text = taken(name, using=using, ttl=100, max_hold=50, renew=False).detach(ttl=200)
 
     put_forward(30)
 
     with Lease.attach(text) as lease:
+        assert not lease.renews
         assert lease.remaining <= 20
         lease.extend(100)
         assert lease.remaining <= 20
@@ -183,9 +164,7 @@ def test_max_hold_goes_on_while_the_text_travels(
 def test_a_text_whose_max_hold_is_over_is_a_loss(
     using: str, name: str, put_forward: PutForward, rival: Rivals, tick: float
 ) -> None:
-    taken = lock(name, using=using, ttl=10 * tick, max_hold=10 * tick).acquire()
-    assert taken
-    text = taken.detach()
+    text = taken(name, using=using, ttl=10 * tick, max_hold=10 * tick).detach()
 
     put_forward(11 * tick)
 
@@ -198,10 +177,8 @@ def test_the_last_extension_gives_the_text_time_to_travel(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
     other = rival()
-    lease = lock(name, using=using, ttl=10 * tick).acquire()
-    assert lease
 
-    text = lease.detach(ttl=100 * tick)
+    text = taken(name, using=using, ttl=10 * tick).detach(ttl=100 * tick)
 
     never(other.tries, 12 * tick)
     Lease.attach(text).release()
@@ -229,8 +206,7 @@ def test_a_forged_text_is_refused(using: str, name: str) -> None:
 
 
 async def test_a_detached_lease_makes_way_in_the_line_of_its_process(using: str, name: str) -> None:
-    lease = await lock(name, using=using).aacquire()
-    assert lease
+    lease = await ataken(name, using=using)
 
     async def take() -> bool:
         async with lock(name, using=using, timeout=None) as taken:
@@ -261,8 +237,7 @@ def test_nobody_is_told_of_lost_replies_on_the_way(faulty: Faulty, using: str, n
 async def test_nor_is_a_task(faulty: Faulty, using: str, name: str) -> None:
     faulty.lose_replies("extend")
     faulty.lose_replies("take_over")
-    lease = await lock(name, using=using, ttl=30).aacquire()
-    assert lease
+    lease = await ataken(name, using=using, ttl=30)
 
     attached = await Lease.aattach(await lease.adetach())
 
@@ -271,9 +246,7 @@ async def test_nor_is_a_task(faulty: Faulty, using: str, name: str) -> None:
 
 
 def test_a_text_serves_once(using: str, name: str) -> None:
-    taken = lock(name, using=using).acquire()
-    assert taken
-    text = taken.detach()
+    _, text = _detached(using, name)
 
     with Lease.attach(text) as lease:
         with pytest.raises(LockLost, match="attached elsewhere"):
