@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -35,15 +35,11 @@ from tests.fixtures.eventually import eventually
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import StopAt, TimeLimit, is_ours
 
-from .crew import held_in_thread, length_of_line, start
+from .crew import SOON, held_in_thread, length_of_line, start, taken
 from .faults import Faulty, total
 from .profiles import Profile, needs
-from .rivals import Rival
+from .rivals import Rivals
 
-Rivals = Callable[..., Rival]
-#: Seconds until everything must be free: a release by another thread, on a busy machine. What a
-#: server carries out late is given back by a second look, two seconds after the first.
-SOON = 6.0
 #: Seconds until a signal must have ended a wait, on a busy machine.
 AT_ONCE = 4.0
 #: At how many steps of a call an exception comes: at the last ones of an acquire, the first ones of leaving, and at some of all.
@@ -169,8 +165,14 @@ def test_a_time_limit_by_a_signal_goes_up_as_it_is_and_leaves_nothing(
     finally:
         signal.signal(signal.SIGUSR1, before)
 
-    for each in names:
-        rival(of=each).takes(within=SOON)
+    _come_free(rival, names)
+
+
+def _come_free(rival: Rivals, names: Iterable[str]) -> None:
+    for name in names:
+        other = rival(of=name)
+        other.takes(within=SOON)
+        other.leaves()
 
 
 def _raise_time_limit(*args: object) -> None:
@@ -221,10 +223,7 @@ def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
             made = calls_until(number, f"{name}:at:{number}")
             assert made < number or TimeLimit in dropped
 
-    for number in numbers:
-        other = rival(of=f"{name}:at:{number}")
-        other.takes(within=SOON)
-        other.leaves()
+    _come_free(rival, (f"{name}:at:{number}" for number in numbers))
 
 
 @needs("typical")
@@ -251,11 +250,7 @@ def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
     for number in numbers:
         calls_until(number, f"{name}:at:{number}")
 
-    for number in numbers:
-        for each in (f"{name}:at:{number}", f"{name}:at:{number}:2"):
-            other = rival(of=each)
-            other.takes(within=SOON)
-            other.leaves()
+    _come_free(rival, (f"{name}:at:{number}{end}" for number in numbers for end in ("", ":2")))
 
 
 def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
@@ -346,10 +341,7 @@ def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
     for number in steps:
         calls_until(number, f"{name}:at:{number}")
 
-    for number in steps:
-        other = rival(of=f"{name}:at:{number}")
-        other.takes(within=SOON)
-        other.leaves()
+    _come_free(rival, (f"{name}:at:{number}" for number in steps))
 
 
 class InterruptAt:
@@ -443,8 +435,7 @@ class TestASignalHandlerThatTakesALock:
         outcomes = Counter[str]()
 
         def work() -> bool:
-            lease = lock(name, using=using).acquire()
-            assert lease
+            lease = taken(name, using=using)
 
             def handle() -> None:
                 try:
@@ -465,8 +456,7 @@ class TestASignalHandlerThatTakesALock:
         self, using: str, name: str, rival: Rivals
     ) -> None:
         def interrupt(every: int, each: str) -> int:
-            lease = lock(each, using=using).acquire()
-            assert lease
+            lease = taken(each, using=using)
 
             failed = list[LockBackendError]()
 
@@ -490,9 +480,7 @@ class TestASignalHandlerThatTakesALock:
             lines = interrupt(10_000, name)
             for number in range(1, lines + 1, 3):
                 interrupt(number, f"{name}:{number}")
-                other = rival(of=f"{name}:{number}")
-                other.takes(within=SOON)
-                other.leaves()
+                _come_free(rival, [f"{name}:{number}"])
 
         start(work).result(120)
 
