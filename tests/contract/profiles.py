@@ -19,10 +19,7 @@ REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
 BY_CACHE = "django_distlock.backends.cache.CacheBackend"
 ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
 ETCD = "django_distlock.backends.etcd.EtcdBackend"
-TOY = {
-    "BACKEND": "testproject.directory.DirectoryBackend",
-    "OPTIONS": {"directory": own_folder()},
-}
+TOY = {"BACKEND": "testproject.directory.DirectoryBackend", "OPTIONS": {"directory": own_folder()}}
 
 FOLDER = Path(__file__).parent
 

@@ -88,11 +88,7 @@ def test_an_alias_shows_and_frees_no_locks_of_other_prefixes(using: str, name: s
 
 @needs("min_hold")
 def test_what_min_hold_reserves_is_listed_as_that_and_can_be_freed(
-    using: str,
-    name: str,
-    backend: BaseLockBackend,
-    rival: Rivals,
-    caplog: pytest.LogCaptureFixture,
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = rival()
     with lock(name, using=using, min_hold=600) as lease:
@@ -267,11 +263,7 @@ def test_callers_that_have_given_up_are_not_counted(using: str, name: str, tick:
 @pytest.mark.slow
 @needs("cross_process", "wakes_waiters", "counts_waiters")
 def test_waiters_of_all_processes_are_counted_until_they_are_gone(
-    using: str,
-    name: str,
-    backend: BaseLockBackend,
-    holder: Rival,
-    child: Children,
+    using: str, name: str, backend: BaseLockBackend, holder: Rival, child: Children
 ) -> None:
     others = child("wait_in_threads", name=name, using=using, number=2)
     waiters = [start(lambda: take_and_release(using, name)) for _ in range(3)]

@@ -8,14 +8,7 @@ import dataclasses
 import pytest
 from django.db import transaction
 
-from django_distlock import (
-    Lease,
-    LockLost,
-    LockNotHeld,
-    LockNotOwned,
-    LockOutcomeUnknown,
-    lock,
-)
+from django_distlock import Lease, LockLost, LockNotHeld, LockNotOwned, LockOutcomeUnknown, lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import Release, State, new_owner
 from tests.fixtures.eventually import eventually

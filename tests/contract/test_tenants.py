@@ -6,12 +6,7 @@ import asyncio
 
 import pytest
 
-from django_distlock import (
-    Lease,
-    current_lease,
-    force_release,
-    lock,
-)
+from django_distlock import Lease, current_lease, force_release, lock
 from django_distlock.operators import holdings, look_up, survey
 from tests.fixtures.tenancy import prefix, tenant
 

@@ -65,12 +65,7 @@ class TestBetweenProcesses:
 
     @needs("fair", "cross_process")
     def test_nobody_overtakes_a_waiter(
-        self,
-        faulty: Faulty,
-        sites: list[str],
-        using: str,
-        name: str,
-        rival: Rivals,
+        self, faulty: Faulty, sites: list[str], using: str, name: str, rival: Rivals
     ) -> None:
         # From another server, as this one is to hang.
         holder, late = rival(), rival(site=sites[1])
@@ -110,12 +105,7 @@ class TestBetweenProcesses:
 
     @needs("wakes_waiters")
     def test_a_release_wakes_the_waiter(
-        self,
-        faulty: Faulty,
-        using: str,
-        name: str,
-        rival: Rivals,
-        monkeypatch: pytest.MonkeyPatch,
+        self, faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Whoever is not woken sleeps for so long that it is seen.
         monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 10.0)
@@ -166,12 +156,7 @@ class TestBetweenProcesses:
 
     @lacks("whole_seconds")
     def test_a_waiter_does_not_sleep_past_the_end_of_the_holder(
-        self,
-        using: str,
-        name: str,
-        rival: Rivals,
-        tick: float,
-        monkeypatch: pytest.MonkeyPatch,
+        self, using: str, name: str, rival: Rivals, tick: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for pause in ("SHORTEST_PAUSE", "LONGEST_WAKEABLE_PAUSE", "SHORTEST_POLL", "LONGEST_POLL"):
             monkeypatch.setattr(waiting, pause, 30.0)
