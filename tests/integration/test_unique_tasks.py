@@ -22,16 +22,11 @@ from celery.utils import uuid
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
-from django_distlock import (
-    LockBackendError,
-    LockLost,
-    LockNotAcquired,
-    lock,
-    locks,
-)
+from django_distlock import LockBackendError, LockLost, LockNotAcquired, lock, locks
 from django_distlock.contrib.celery import handover, unique_task
 from django_distlock.signals import lock_acquired, lock_busy
 from testproject.celery import app
+from tests.contract.crew import listening, taken
 from tests.fixtures.celery_worker import close_results
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
@@ -230,32 +225,22 @@ class Colour(str, enum.Enum):  # noqa: UP042 - its text is another one
 
 
 @pytest.mark.parametrize("what", [(1, 2), {1: "a"}, Colour.RED], ids=["tuple", "key", "enum"])
-def test_arguments_that_json_changes_keep_their_name(
+def test_a_chain_and_a_group_go_on_over_a_task_that_is_under_way_and_its_arguments_keep_their_name(
     worker: CeleryWorker, diary: Diary, what: Any
 ) -> None:
-    def sent() -> AsyncResult:
-        return unique_tasks.with_arguments.apply_async((diary.page, what), queue=worker.queue)
-
-    first = sent()
+    step = unique_tasks.with_arguments.si(diary.page, what).set(queue=worker.queue)
+    first = step.apply_async()
     began(diary, 1)
+    assert step.apply_async().id == first.id
 
-    assert sent().id == first.id
+    end = chain(step, unique_tasks.after.s().set(queue=worker.queue)).apply_async()
+    alone = group(step).apply_async()
 
-    diary.let_go()
-    assert first.get(timeout=30) == "done"
-
-
-def test_so_do_those_of_a_step_that_waits(worker: CeleryWorker, diary: Diary) -> None:
-    task = unique_tasks.with_arguments
-    first = task.apply_async((diary.page, (1, 2)), queue=worker.queue)
-    began(diary, 1)
-
-    step = group(task.si(diary.page, (1, 2)).set(queue=worker.queue)).apply_async()
-
-    never(lambda: len(events(diary)) > 1, 6)  # it is sent again within 5 seconds
-    diary.let_go(2)
-    assert [first.get(timeout=30), *step.get(timeout=30)] == ["done", "done"]
-    assert events(diary) == ["began", "ended"] * 2
+    never(lambda: len(events(diary)) > 1, 6)  # they are sent again within 5 seconds
+    diary.let_go(3)
+    assert [first.get(timeout=30), end.get(timeout=30)] == ["done", "after done"]
+    assert alone.get(timeout=30) == ["done"]
+    assert events(diary) == ["began", "ended"] * 3
 
 
 # What never runs.
@@ -480,32 +465,14 @@ def test_the_name_is_kept_until_the_result_is_stored(worker: CeleryWorker, diary
     eventually(lambda: is_free(diary))
 
 
-def test_a_copy_that_gets_the_lock_after_the_first_has_succeeded_does_not_run(diary: Diary) -> None:
-    result = app.AsyncResult(uuid())
-
-    def store(name: str, **_: Any) -> None:
-        # As if the first copy had stored its result and given the lock back just before.
-        if name == f"once:{diary.page}":
-            app.backend.mark_as_done(result.id, "done")
-
-    diary.let_go()
-    lock_acquired.connect(store)
-    try:
-        state = arrive(result.id, diary)
-    finally:
-        lock_acquired.disconnect(store)
-
-    assert state == IGNORED
-    assert events(diary) == []
-    assert is_free(diary)
-    assert result.get() == "done"
-
-
-def test_what_is_sent_while_a_copy_is_left_out_is_sent(diary: Diary) -> None:
+def test_a_copy_that_gets_the_lock_after_the_first_has_succeeded_does_not_run_and_makes_way(
+    diary: Diary,
+) -> None:
     result, has_asked = app.AsyncResult(uuid()), threading.Event()
 
-    def send_it(name: str, holder: Any = None, **_: Any) -> None:
+    def send_it(name: str, **_: Any) -> None:
         if name == f"once:{diary.page}" and not sent:
+            # As if the first copy had stored its result and given the lock back just before.
             app.backend.mark_as_done(result.id, "done")
             sent.append(sender.submit(send_in_thread, "nobody-works-here", "once", diary))
             assert has_asked.wait(10)
@@ -514,15 +481,16 @@ def test_what_is_sent_while_a_copy_is_left_out_is_sent(diary: Diary) -> None:
         has_asked.set()
 
     sent: list[Any] = []
-    lock_acquired.connect(send_it)
-    lock_busy.connect(note)
-    try:
-        with ThreadPoolExecutor(1) as sender:
-            assert arrive(result.id, diary) == IGNORED
-    finally:
-        lock_acquired.disconnect(send_it)
-        lock_busy.disconnect(note)
+    diary.let_go()
+    with (
+        listening(lock_acquired, send_it),
+        listening(lock_busy, note),
+        ThreadPoolExecutor(1) as sender,
+    ):
+        assert arrive(result.id, diary) == IGNORED
 
+    assert events(diary) == []
+    assert result.get() == "done"
     assert sent[0].result() != result.id
     assert not is_free(diary)
 
@@ -554,8 +522,7 @@ def test_a_soft_time_limit_at_any_step_frees_the_name_at_once(
 
     def calls_until(number: int) -> int:
         page = f"{diary.page}:{number}"
-        lease = lock(f"once:{page}", using="redis").acquire()
-        assert lease
+        lease = taken(f"once:{page}", using="redis")
         request = {"id": uuid(), "headers": handover(lease, ttl=60)}
         with suppress(TimeLimit), StopAt(number) as step:
             trace_task(getattr(unique_tasks, name), request["id"], [page], {}, request, app=app)
@@ -571,21 +538,6 @@ def test_a_soft_time_limit_at_any_step_frees_the_name_at_once(
 
 
 # Steps of a workflow, which others wait for.
-
-
-def test_a_chain_goes_on_over_a_task_that_is_under_way(worker: CeleryWorker, diary: Diary) -> None:
-    first = send_to(worker, "step", diary)
-    began(diary, 1)
-
-    end = chain(
-        unique_tasks.step.si(diary.page).set(queue=worker.queue),
-        unique_tasks.after.s().set(queue=worker.queue),
-    ).apply_async()
-
-    never(lambda: len(began(diary, 1)) > 1, 3)
-    diary.let_go(2)
-    assert first.get(timeout=30) == "done"
-    assert end.get(timeout=30) == "after done"
 
 
 def test_the_last_of_a_chain_and_each_of_a_group_have_their_results(
@@ -649,8 +601,7 @@ def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
 
 
 def test_a_task_goes_on_with_the_lease_of_a_view(worker: CeleryWorker, diary: Diary) -> None:
-    lease = lock(f"once:{diary.page}", using="redis").acquire()
-    assert lease
+    lease = taken(f"once:{diary.page}", using="redis")
 
     result = send_to(worker, "goes_on", diary, headers=handover(lease, ttl=60))
 
@@ -664,8 +615,7 @@ def test_a_task_goes_on_with_the_lease_of_a_view(worker: CeleryWorker, diary: Di
 def test_a_unique_task_refuses_the_lease_of_another_lock(
     worker: CeleryWorker, diary: Diary
 ) -> None:
-    lease = lock(f"other:{diary.page}", using="redis").acquire()
-    assert lease
+    lease = taken(f"other:{diary.page}", using="redis")
 
     result = send_to(worker, "once", diary, headers=handover(lease, ttl=60))
 
@@ -676,9 +626,7 @@ def test_a_unique_task_refuses_the_lease_of_another_lock(
 
 
 def test_a_lease_that_came_too_late_is_lost(worker: CeleryWorker, diary: Diary) -> None:
-    lease = lock(f"once:{diary.page}", using="redis", ttl=1, renew=False).acquire()
-    assert lease
-    headers = handover(lease)
+    headers = handover(taken(f"once:{diary.page}", using="redis", ttl=1, renew=False))
     eventually(lambda: is_free(diary), 5)
 
     with pytest.raises(LockLost):
