@@ -25,6 +25,13 @@ def addresses() -> tuple[Any, ...]:
     return (path("admin/", admin.site.urls), *urlpatterns)
 
 
+def superuser() -> Client:
+    """Return the browser of somebody who may do everything."""
+    client = Client()
+    client.force_login(User.objects.create_superuser(uuid.uuid4().hex[:12]))
+    return client
+
+
 def client_of(*permissions: str, csrf: bool = False) -> Client:
     """Return the browser of a member of the staff who has these permissions."""
     user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
