@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import uuid
 from contextlib import ExitStack
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from testproject.services import open_account
 from tests.backends.conftest import database, server_database
 from tests.fixtures.celery_worker import starting
 from tests.fixtures.workers import Site
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from django.test import Client
 
+    from testproject.models import Account
     from tests.fixtures.celery_worker import CeleryWorker
     from tests.fixtures.redis import Redis
     from tests.integration.celery_tasks import Diary
@@ -31,6 +34,11 @@ __all__ = ["database", "server_database"]
 def name() -> str:
     """A name that no other test has locked."""
     return f"integration:{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def account() -> Account:
+    return open_account(f"Ada {uuid.uuid4().hex[:8]}", Decimal("100.00"))
 
 
 @pytest.fixture

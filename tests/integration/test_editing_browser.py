@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,6 @@ from selenium.webdriver.common.by import By
 from django_distlock import locks
 from django_distlock.operators import holdings
 from testproject.models import Account, Fee
-from testproject.services import open_account
 from tests.fixtures.browser import OpenBrowser, served
 from tests.fixtures.eventually import eventually
 from tests.fixtures.proxy import Proxy
@@ -40,6 +38,11 @@ class Editor(Operator):
 
     def edit(self, account: Account) -> None:
         self.open(reverse("admin:testproject_account_change", args=[account.pk]))
+
+    def edit_live(self, account: Account) -> None:
+        """Open the object, and wait until the script of the page has renewed the lock."""
+        self.edit(account)
+        eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
 
     def says(self) -> str:
         """Return what the page says of who edits the object."""
@@ -86,8 +89,7 @@ def urls(settings: Any) -> None:
 
 
 @pytest.fixture
-def account() -> Account:
-    account = open_account(f"Ada {uuid.uuid4().hex[:8]}", Decimal("100.00"))
+def account(account: Account) -> Account:
     Fee.objects.create(account=account, amount=3)
     return account
 
@@ -122,8 +124,7 @@ def is_live(account: Account) -> bool:
 
 def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account: Account) -> None:
     ada, bob = editor("Ada"), editor("Bob")
-    ada.edit(account)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.edit_live(account)
     assert ada.says() == ""
     ada.type_name("typed by Ada")
 
@@ -159,8 +160,7 @@ def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account:
 
 def test_a_tab_that_is_closed_or_left_gives_the_lock_back(editor: Start, account: Account) -> None:
     ada = editor("Ada")
-    ada.edit(account)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.edit_live(account)
     first = ada.browser.current_window_handle
     ada.browser.switch_to.new_window("tab")
     ada.browser.switch_to.window(first)
@@ -168,8 +168,7 @@ def test_a_tab_that_is_closed_or_left_gives_the_lock_back(editor: Start, account
     eventually(lambda: not held(account), PATIENCE, "the closed tab gives it back")
 
     ada.browser.switch_to.window(ada.browser.window_handles[0])
-    ada.edit(account)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.edit_live(account)
     ada.open("/")
     eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
     ada.browser.back()
@@ -181,8 +180,7 @@ def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
     editor: Start, account: Account
 ) -> None:
     ada = editor("Ada")
-    ada.edit(account)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.edit_live(account)
     [first] = held(account)
 
     # As the view does that saves the form: the page stays for a moment.
@@ -194,21 +192,17 @@ def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
     eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
 
 
-@pytest.mark.parametrize("way", ["back", "reload"])
+@pytest.mark.parametrize("way", ["history.back()", "location.reload()"])
 def test_text_that_the_browser_restores_is_old_text(
     editor: Start, account: Account, way: str
 ) -> None:
     ada = editor("Ada")
-    ada.edit(account)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.edit_live(account)
     ada.type_name("typed by Ada")
-    if way == "back":
+    if way == "history.back()":
         ada.open("/")
     Account.objects.filter(pk=account.pk).update(name="saved by Bob")
-    if way == "back":
-        ada.browser.execute_script("history.back()")
-    else:
-        ada.browser.execute_script("location.reload()")
+    ada.browser.execute_script(way)
     eventually(lambda: is_live(account), PATIENCE, "the page has the lock")
     typed = ada.find("#id_name").get_attribute("value")
 
@@ -292,8 +286,7 @@ def test_a_site_that_does_not_answer_is_told(
     ada = editor("Ada")
     with Proxy(int(edit_site.rpartition(":")[2])) as proxy:
         ada.site = f"http://{proxy.host}:{proxy.port}"
-        ada.edit(account)
-        eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+        ada.edit_live(account)
         ada.browser.execute_script(HURRY)
 
         proxy.black_hole()

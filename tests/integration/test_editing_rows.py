@@ -28,22 +28,10 @@ from testproject.models import Account, Fee
 from testproject.services import open_account
 
 from .edit_site import AccountAdmin, fields_of
-from .staff import client_of
-from .test_editing import (
-    EDITOR,
-    account,
-    ada,
-    ask,
-    bob,
-    chief,
-    held,
-    name_of,
-    page_of,
-    post,
-    site,
-)
+from .staff import client_of, superuser
+from .test_editing import EDITOR, ada, ask, bob, chief, held, name_of, page_of, post, site
 
-__all__ = ["account", "ada", "bob", "chief", "site"]
+__all__ = ["ada", "bob", "chief", "site"]
 
 LIST = "admin:testproject_account_changelist"
 
@@ -85,9 +73,7 @@ def scans(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Ite
 
 @pytest.fixture
 def boss() -> Client:
-    client = Client()
-    client.force_login(User.objects.create_superuser(uuid.uuid4().hex))
-    return client
+    return superuser()
 
 
 def take_away(client: Client, *codenames: str) -> None:
@@ -205,9 +191,7 @@ def test_the_list_saves_over_text_that_a_browser_does_not_send_as_it_is(
 def test_the_list_saves_a_file_and_no_row_that_was_left_as_it_is(scans: Any, boss: Client) -> None:
     rows = [scans.create(name=name, file=file) for name, file in [("a", "a.txt"), ("b", "")]]
     edited = scans.create(name="c", file="c.txt")
-    other = Client()
-    other.force_login(User.objects.create_superuser(uuid.uuid4().hex))
-    other.get(reverse("admin:testproject_scan_change", args=[edited.pk]))
+    superuser().get(reverse("admin:testproject_scan_change", args=[edited.pk]))
     changelist = reverse("admin:testproject_scan_changelist")
     opened = {**fields_of(boss.get(changelist)), "_save": "Save"}
     files = {f"form-{row}-file": ContentFile(b"new", f"new-{row}.txt") for row in (0, 1)}
@@ -268,16 +252,20 @@ def test_rights_are_asked_again_when_a_page_renews_its_lock(account: Account, ad
     assert held(account) == []
 
 
+@pytest.mark.parametrize("change", ["the permission is taken away", "the object is hidden"])
 def test_rights_are_asked_again_when_a_lock_is_taken_over(
-    account: Account, ada: Client, chief: Client
+    account: Account, ada: Client, chief: Client, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     ada.get(page_of(account))
     shown = fields_of(chief.get(page_of(account)))
-    take_away(chief, "take_over_methodlock")
+    if change == "the object is hidden":
+        monkeypatch.setattr(AccountAdmin, "get_queryset", lambda *_: Account.objects.none())
+    else:
+        take_away(chief, "take_over_methodlock")
 
     ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
 
-    assert f"{name_of(ada)}" in held(account)[0].holder.purpose
+    assert name_of(ada) in held(account)[0].holder.purpose
 
 
 def test_a_ticket_lives_on_with_a_session_that_each_request_extends(
@@ -290,18 +278,6 @@ def test_a_ticket_lives_on_with_a_session_that_each_request_extends(
 
     assert ask(ada, opened, "renew").json() == {"state": "held"}
     assert ada.post(page_of(account), {**opened, "name": "Lovelace"}).status_code == 302
-
-
-def test_nobody_takes_over_what_is_hidden_from_him_by_now(
-    account: Account, ada: Client, chief: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ada.get(page_of(account))
-    shown = fields_of(chief.get(page_of(account)))
-    monkeypatch.setattr(AccountAdmin, "get_queryset", lambda *_: Account.objects.none())
-
-    ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
-
-    assert f"{name_of(ada)}" in held(account)[0].holder.purpose
 
 
 def test_a_page_does_nothing_at_the_address_of_another_model(account: Account, ada: Client) -> None:
@@ -331,14 +307,14 @@ def test_a_ticket_ends_with_its_session(account: Account, ada: Client, settings:
 
 def test_what_is_edited_is_not_deleted_with_something_else(account: Account, ada: Client) -> None:
     fee = Fee.objects.create(account=account, amount=3)
-    boss, other = (client_of(*EDITOR, "delete_fee") for _ in range(2))
-    boss.get(reverse("admin:testproject_fee_change", args=[fee.pk]))
+    bob, other = (client_of(*EDITOR, "delete_fee") for _ in range(2))
+    bob.get(reverse("admin:testproject_fee_change", args=[fee.pk]))
 
     page = other.post(
         reverse("admin:testproject_account_delete", args=[account.pk]), {"post": "yes"}
     )
 
-    assert f"Being edited by {name_of(boss)}" in page.content.decode()
+    assert f"Being edited by {name_of(bob)}" in page.content.decode()
     assert Fee.objects.filter(pk=fee.pk).exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -15,14 +14,8 @@ from django.urls import reverse
 
 from testproject import views
 from testproject.models import Account, Fee
-from testproject.services import open_account
 
 Send = Callable[..., Any]
-
-
-@pytest.fixture
-def account(databases: None) -> Account:
-    return open_account("Ada", Decimal("1000.00"))
 
 
 @pytest.fixture
