@@ -7,7 +7,6 @@ import json
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,8 +21,8 @@ from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from django_distlock import locks
 from django_distlock.signals import lock_released
 from testproject.models import Account, Fee
-from testproject.services import open_account
 from testproject.settings import CACHES, DISTLOCK
+from tests.contract.crew import listening
 from tests.fixtures.eventually import eventually
 from tests.fixtures.workers import Answer, Site
 
@@ -64,11 +63,6 @@ def atomic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
 
 
-@pytest.fixture
-def account() -> Account:
-    return open_account("Ada", Decimal(100))
-
-
 def post(page: str, account: Account, data: Any = None, **headers: str) -> Any:
     headers = {"idempotency-key": "k", "accept": "application/json", **headers}
     client = Client(raise_request_exception=False)
@@ -102,9 +96,7 @@ def test_a_request_is_done_once(
     ("page", "kind"), [("rest", MULTIPART_CONTENT), ("rest-upload", "text/plain")]
 )
 def test_files_that_the_rest_framework_has_read_are_compared(
-    page: str,
-    kind: str,
-    account: Account,
+    page: str, kind: str, account: Account
 ) -> None:
     def put(text: bytes) -> int:
         files = {"file": [SimpleUploadedFile("a", b"1"), SimpleUploadedFile("a", text)]}
@@ -126,36 +118,25 @@ def test_it_is_stored_after_the_commit_and_before_the_lock_is_free(
             journal.append(("released", connection.in_atomic_block))
 
     journal.clear()
-    lock_released.connect(released)
-    try:
+    with listening(lock_released, released):
         post(page, account)
-    finally:
-        lock_released.disconnect(released)
 
     assert journal == [("stored", False), ("released", False)]
 
 
 @pytest.mark.usefixtures("atomic_requests")
-@pytest.mark.parametrize("failure", ["raise", "lose"])
+@pytest.mark.parametrize("failure", ["raise", "lose", "at the commit"])
 @pytest.mark.parametrize("page", ALL)
-def test_what_is_rolled_back_is_not_stored(page: str, failure: str, account: Account) -> None:
-    assert post(page, account, **{"x-fail": failure}).status_code == 500
-    assert fees(account) == 0
-    assert "Idempotency-Replayed" not in post(page, account)
-    assert fees(account) == 1
-
-
-@pytest.mark.usefixtures("atomic_requests")
-@pytest.mark.parametrize("page", ["function", "method", "rest"])
-def test_what_fails_at_its_commit_is_not_stored(
-    page: str, account: Account, monkeypatch: pytest.MonkeyPatch
+def test_what_is_rolled_back_is_not_stored(
+    page: str, failure: str, account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise IntegrityError("a deferred constraint")
 
     with monkeypatch.context() as broken:
-        broken.setattr(connection, "_commit", fail)
-        assert post(page, account).status_code == 500
+        if failure == "at the commit":
+            broken.setattr(connection, "_commit", fail)
+        assert post(page, account, **{"x-fail": failure}).status_code == 500
     assert fees(account) == 0
     assert "Idempotency-Replayed" not in post(page, account)
     assert fees(account) == 1
@@ -172,14 +153,6 @@ def test_a_lock_that_is_lost_after_the_commit_is_logged(
     assert (first.status_code, second.status_code) == (200, 200)
     assert second["Idempotency-Replayed"] == "true"
     assert "Leaving lock idempotent:answers:" in caplog.text
-
-
-@pytest.mark.usefixtures("atomic_requests")
-def test_an_error_of_the_rest_framework_that_is_answered_rolls_back(account: Account) -> None:
-    answers = [post("rest-dispatch", account, {"amount": "wrong"}) for _ in range(2)]
-
-    assert [answer.status_code for answer in answers] == [400, 400]
-    assert fees(account) == 0
 
 
 # In a table of the same database.
@@ -209,8 +182,14 @@ def test_in_a_table_it_is_committed_with_the_work(page: str, account: Account) -
     assert fees(account) == 1
 
 
-@pytest.mark.usefixtures("atomic_requests", "table")
-def test_an_error_that_is_answered_rolls_back_what_is_in_the_table(account: Account) -> None:
+@pytest.mark.usefixtures("atomic_requests")
+@pytest.mark.parametrize("is_in_table", [True, False])
+def test_an_error_of_the_rest_framework_that_is_answered_rolls_back(
+    account: Account, request: pytest.FixtureRequest, is_in_table: bool
+) -> None:
+    if is_in_table:
+        request.getfixturevalue("table")
+
     answers = [post("rest-dispatch", account, {"amount": "wrong"}) for _ in range(2)]
 
     assert [answer.status_code for answer in answers] == [400, 400]
