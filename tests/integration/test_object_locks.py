@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,9 @@ from django_distlock.admin import HeldLockAdmin, ObjectLocksMixin
 from django_distlock.contrib.editing.admin import EditLockMixin
 from django_distlock.models import HeldLock
 from testproject.models import Account
+from testproject.settings import DISTLOCK
 from testproject.urls import urlpatterns
+from tests.contract.crew import taken
 
 from .aliases import DOWN, MEMORY
 from .staff import FORCE, LIST, client_of
@@ -64,11 +65,6 @@ def aliases(settings: Settings) -> Iterator[None]:
     locks.close()
 
 
-@pytest.fixture
-def account() -> Account:
-    return Account.objects.create(name=uuid.uuid4().hex[:12], balance=1, opening_balance=1)
-
-
 def page_of(account: Account) -> str:
     return reverse("admin:testproject_account_change", args=[account.pk])
 
@@ -82,14 +78,7 @@ def shown(client: Client, account: Account) -> list[tuple[str, tuple[str, ...]]]
 def test_it_shows_who_holds_the_locks_of_the_object_on_each_alias(
     account: Account, redis: Redis, settings: Settings
 ) -> None:
-    settings.DISTLOCK = {
-        "default": {},
-        "memory": MEMORY,
-        "redis": {
-            "BACKEND": "django_distlock.backends.redis.RedisBackend",
-            "OPTIONS": {"location": f"redis://127.0.0.1:{redis.port}"},
-        },
-    }
+    settings.DISTLOCK = {"default": {}, "memory": MEMORY, "redis": DISTLOCK["redis"]}
     client = client_of(*SEES)
     name = f"testproject.account:{account.pk}"
     assert shown(client, account) == []
@@ -126,30 +115,23 @@ def test_who_may_not_see_locks_sees_none(account: Account) -> None:
     assert "distlock" not in page
 
 
+@pytest.mark.parametrize("with_locks", [True, False])
 @pytest.mark.parametrize("permissions", [SEES, FREES])
-def test_the_button_needs_a_permission_of_its_own(
-    account: Account, permissions: tuple[str, ...]
+def test_the_button_needs_a_permission_of_its_own_and_a_site_with_the_locks(
+    account: Account, settings: Settings, permissions: tuple[str, ...], with_locks: bool
 ) -> None:
+    serve(settings, AccountAdmin, with_locks=with_locks)
+
     with lock(account):
         page = client_of(*permissions).get(page_of(account)).text
 
-    assert ("force-release/?lock=" in page) is (permissions == FREES)
-
-
-def test_a_site_without_the_locks_has_no_button(account: Account, settings: Settings) -> None:
-    serve(settings, AccountAdmin, with_locks=False)
-
-    with lock(account):
-        page = client_of(*FREES).get(page_of(account)).text
-
     assert "Locks of this object" in page
-    assert "force-release" not in page
+    assert ("force-release/?lock=" in page) is (permissions == FREES and with_locks)
 
 
 def test_the_button_frees_it_after_a_confirmation_and_comes_back(account: Account) -> None:
     client, address = client_of(*FREES), page_of(account)
-    lease = lock(account).acquire()
-    assert lease
+    lease = taken(account)
     page = client.get(address).text
     link = page.partition('distlock-danger" href="')[2].partition('"')[0].replace("&amp;", "&")
 
