@@ -4,7 +4,6 @@ import builtins
 import io
 import json
 import os
-import pty
 import re
 import sys
 from contextlib import suppress
@@ -31,12 +30,13 @@ from django_distlock.management.base import (
 )
 from django_distlock.management.commands.list_locks import Command as ListLocks
 from django_distlock.management.commands.release_lock import NOT_HELD, Command as ReleaseLock
+from tests.contract.crew import taken
 from tests.fixtures import tenancy
 from tests.fixtures.processes import Spawn
 
 from .aliases import DOWN, DUMMY, MEMORY
 from .lock_rows import HOLDER, put
-from .terminal import Terminal
+from .terminal import Terminal, answer_at_a_terminal
 
 #: A lock of which nothing more is known.
 BARE = Held("fees", "fees", None, None, None, "digest")
@@ -125,8 +125,6 @@ def test_state_and_alias_narrow_the_list(name: str) -> None:
 
     assert [row[2] for row in listed("--state=stale", f"--name={name}:*")] == [f"{name}:2"]
     assert listed("--using=memory", f"--name={name}:*") == []
-    with pytest.raises(CommandError, match="invalid choice: 'lost'"):
-        listed("--state=lost")
 
 
 def test_programs_get_an_object(name: str) -> None:
@@ -229,9 +227,7 @@ def test_a_time_can_be_written_in_units(text: str, seconds: float) -> None:
 
 
 def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
-    lease = lock(name).acquire()
-    assert lease
-    out = io.StringIO()
+    lease, out = taken(name), io.StringIO()
 
     with lock(f"{name}:other") as other:
         call_command("release_lock", name, "--yes", stdout=out)
@@ -274,8 +270,7 @@ def test_a_lock_that_is_held_on_another_alias_is_told(name: str) -> None:
     ("answer", "is_released"), [("y", True), ("n", False), ("", False), ("\x04", False)]
 )
 def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool) -> None:
-    lease = lock(name).acquire()
-    assert lease
+    lease = taken(name)
 
     child = spawn(f"{__name__}:release_at_a_terminal", name=name, answer=answer)
 
@@ -299,15 +294,20 @@ def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name
     assert interrupted.value.code == INTERRUPTED
 
 
+def read_by_nobody() -> int:
+    """Return the end of a pipe."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return write_end
+
+
 @pytest.mark.parametrize("using", ["memory", "down"])
 def test_a_command_whose_reader_has_gone_ends_as_in_a_shell(
     monkeypatch: pytest.MonkeyPatch, settings: Any, using: str
 ) -> None:
     settings.DISTLOCK = {"memory": MEMORY, "down": DOWN}
-    read_end, write_end = os.pipe()
-    os.close(read_end)
 
-    with os.fdopen(write_end, "w") as pipe:
+    with os.fdopen(read_by_nobody(), "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit) as not_read:
             ListLocks().run_from_argv(["manage.py", "list_locks", f"--using={using}"])
@@ -319,13 +319,11 @@ def test_a_command_of_which_nobody_reads_the_errors_ends_as_in_a_shell(
     monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path
 ) -> None:
     settings.DISTLOCK = {"down": DOWN}
-    read_end, write_end = os.pipe()
-    os.close(read_end)
 
     with (
         (tmp_path / "stdout").open("w") as out,
         suppress(BrokenPipeError),
-        os.fdopen(write_end, "w", buffering=1) as pipe,
+        os.fdopen(read_by_nobody(), "w", buffering=1) as pipe,
     ):
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", pipe)
@@ -345,9 +343,7 @@ def test_a_broken_pipe_of_the_work_is_raised() -> None:
 
 
 def release_at_a_terminal(name: str, answer: str) -> None:
-    ours, theirs = pty.openpty()
-    os.dup2(theirs, 0)
-    os.write(ours, f"{answer}\n".encode())
+    answer_at_a_terminal(answer)
     call_command("release_lock", name)
 
 
@@ -363,18 +359,21 @@ def test_it_does_not_ask_where_nobody_answers(
     assert refused.value.returncode == WRONG_ARGUMENTS
 
 
-def test_errors_of_a_release_have_codes_of_their_own(settings: Any, name: str) -> None:
+def test_errors_have_codes_of_their_own(settings: Any, name: str) -> None:
     settings.DISTLOCK = {"default": DOWN, "dummy": DUMMY}
 
-    for arguments, code in (([], NO_SERVER), (["--using=dummy"], WRONG_ARGUMENTS)):
+    for arguments, code in (
+        (["release_lock", name, "--yes"], NO_SERVER),
+        (["release_lock", name, "--yes", "--using=dummy"], WRONG_ARGUMENTS),
+        (["run_locked", name, "true"], NO_SERVER),
+    ):
         with pytest.raises(CommandError) as refused:
-            call_command("release_lock", name, "--yes", *arguments)
+            call_command(*arguments)
         assert refused.value.returncode == code
 
 
 def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
-    other = lock(f"{name}:other", using="memory").acquire()
-    assert other
+    other = taken(f"{name}:other", using="memory")
     with lock(name, using="memory", min_hold=60):
         pass
 
@@ -407,13 +406,6 @@ def test_a_function_that_finds_no_tenant_is_no_traceback(
     said = f"{refused.value} {capsys.readouterr().err}"
     assert "DISTLOCK['default']: KEY_PREFIX, or" in said
     assert "failed: LookupError('no tenant'). Run this for a tenant, or let" in said
-
-
-def test_in_code_the_error_of_a_function_that_finds_no_tenant_names_the_alias(
-    settings: Any,
-) -> None:
-    settings.DISTLOCK = {"default": {**MEMORY, "KEY_PREFIX": tenancy.NO_TENANT}}
-
     with pytest.raises(InvalidLockBackend, match=r"^DISTLOCK\['default'\]: KEY_PREFIX, or"):
         force_release("x")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from django_distlock.models import Lowered
 from testproject.models import Account
 
 from .aliases import DOWN, MEMORY
+from .terminal import answer_at_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,9 +89,7 @@ def test_it_asks_and_says_what_it_risks(
 
 
 def reset_at_a_terminal(answer: str) -> None:
-    ours, theirs = pty.openpty()
-    os.dup2(theirs, 0)
-    os.write(ours, f"{answer}\n".encode())
+    answer_at_a_terminal(answer)
     with override_settings(DISTLOCK={"default": MEMORY}):
         call_command("reset_fences", "testproject.Account")
 

@@ -19,7 +19,7 @@ from django.db import connection
 from django_distlock import lock
 from django_distlock.backends.database import records
 from django_distlock.management import supervisor
-from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
+from django_distlock.management.base import BUSY, LOST, WRONG_ARGUMENTS
 from django_distlock.management.commands.run_locked import Command
 from django_distlock.models import MethodLock
 from tests.fixtures.eventually import eventually, never
@@ -27,8 +27,6 @@ from tests.fixtures.launch import IS_LINUX, launch, state
 from tests.fixtures.processes import Child, Spawn
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
-
-from .aliases import DOWN
 
 pytestmark = pytest.mark.skipif(not IS_LINUX, reason="reads /proc, and calls setsid")
 Start = Callable[..., Child]
@@ -508,15 +506,6 @@ def test_a_name_that_was_forgotten_is_not_taken_from_the_command(
 
     assert refused.value.code == WRONG_ARGUMENTS
     assert "The name of the lock is missing" in capsys.readouterr().err
-
-
-def test_a_server_that_is_down_is_told_from_a_busy_lock(settings: Any, name: str) -> None:
-    settings.DISTLOCK = {"default": DOWN}
-
-    with pytest.raises(CommandError) as refused:
-        call_command("run_locked", name, "true")
-
-    assert refused.value.returncode == NO_SERVER
 
 
 def test_min_hold_keeps_other_machines_from_running_it_again(start: Start, name: str) -> None:
