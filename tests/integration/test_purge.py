@@ -26,6 +26,7 @@ from django_distlock.backends.database.purge import LARGEST_BATCH
 from django_distlock.engine.values import Busy, LockState
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
+from tests.contract.crew import taken
 from tests.fixtures import tenancy
 from tests.fixtures.tenancy import tenant
 
@@ -43,6 +44,7 @@ ALIAS = "purge"
 GRACE = DAY.total_seconds()
 #: Rounds of the races.
 ROUNDS = 60
+Old = Callable[..., MethodLock]
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def using(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
 
 
 @pytest.fixture
-def old(database: str, prefix: str) -> Callable[..., MethodLock]:
+def old(database: str, prefix: str) -> Old:
     """Makes locks of the alias that were last used two days ago."""
 
     def make(name: str, state: LockState = LockState.FREE, **columns: Any) -> MethodLock:
@@ -97,12 +99,6 @@ def database_backend() -> DatabaseBackend:
     return backend
 
 
-def taken(name: str) -> Lease:
-    lease = lock(name, using=ALIAS, ttl=60).acquire()
-    assert lease
-    return lease
-
-
 def age(database: str, prefix: str, *, is_held: bool = False) -> None:
     """Make the free locks (or the held ones) as old as if nobody had used them for two days."""
     then = timezone.now() - 2 * DAY
@@ -121,20 +117,7 @@ def age(database: str, prefix: str, *, is_held: bool = False) -> None:
 # What it deletes
 
 
-@pytest.mark.parametrize("state", [LockState.FREE, LockState.STALE])
-def test_what_was_free_or_stale_for_longer_than_the_grace_goes_with_its_counter(
-    database: str, prefix: str, old: Callable[..., MethodLock], state: LockState
-) -> None:
-    old("x", state)
-
-    assert deleted(purge()) == 1
-
-    assert names(database, prefix) == counters(database, prefix) == set()
-
-
-def test_what_may_be_needed_stays(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_what_may_be_needed_stays(database: str, prefix: str, old: Old) -> None:
     soon = timezone.now() + timedelta(hours=1)
     lately = timezone.now() - timedelta(hours=23)
     old("held", LockState.STALE, expires_at=soon, available_at=soon)
@@ -155,18 +138,14 @@ def test_what_may_be_needed_stays(
     assert len(kept) == 9
 
 
-def test_grace_is_what_is_asked_for(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_grace_is_what_is_asked_for(database: str, prefix: str, old: Old) -> None:
     old("x", age=timedelta(seconds=100))
 
     assert deleted(purge(110)) == 0
     assert deleted(purge(90)) == 1
 
 
-def test_locks_of_other_aliases_stay(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_locks_of_other_aliases_stay(database: str, prefix: str, old: Old) -> None:
     mine = old("x")
     others = [
         put_old(database, "x", method_name=key)
@@ -179,9 +158,7 @@ def test_locks_of_other_aliases_stay(
     assert [reread(row) for row in others] == others
 
 
-def test_dead_waiters_go_without_a_grace(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_dead_waiters_go_without_a_grace(database: str, prefix: str, old: Old) -> None:
     row = old("x", age=timedelta(minutes=5))
     put_waiter(database, row, -2 * DAY)
     put_waiter(database, row, timedelta(seconds=-15))
@@ -198,7 +175,7 @@ def test_dead_waiters_go_without_a_grace(
 
 
 def test_new_holding_of_a_purged_name_has_a_higher_token(
-    database: str, prefix: str, old: Callable[..., MethodLock]
+    database: str, prefix: str, old: Old
 ) -> None:
     row = old("x", LockState.STALE)
     purge()
@@ -211,9 +188,7 @@ def test_new_holding_of_a_purged_name_has_a_higher_token(
 # How it goes about it
 
 
-def test_batches_are_bounded_and_pass_no_row_twice(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_batches_are_bounded_and_pass_no_row_twice(database: str, prefix: str, old: Old) -> None:
     for number in range(25):
         old(f"{number}")
     before = rows_of_all(database)
@@ -234,16 +209,18 @@ def rows_of_all(database: str) -> int:
     return sum(model.objects.using(database).count() for model in (MethodLock, LockWaiter))
 
 
-@pytest.mark.parametrize("wrong", [0, 9.9, -1, float("nan")])
-def test_grace_shorter_than_a_statement_can_live_is_an_error(wrong: float) -> None:
-    with pytest.raises(ValueError, match="10 seconds or more"):
-        purge(wrong)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, LARGEST_BATCH + 1])
-def test_batch_size_out_of_range_is_an_error(wrong: int) -> None:
-    with pytest.raises(ValueError, match="batch_size"):
-        purge(batch_size=wrong)
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        *(({"older_than": seconds}, "10 seconds or more") for seconds in (9.9, float("nan"))),
+        *(({"batch_size": size}, "batch_size") for size in (0, LARGEST_BATCH + 1)),
+    ],
+)
+def test_a_grace_shorter_than_a_statement_can_live_and_a_batch_size_out_of_range_are_errors(
+    words: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        purge(**words)
 
 
 def test_backend_that_leaves_nothing_behind_cannot_be_purged(settings: Settings) -> None:
@@ -274,12 +251,10 @@ def once_it_has_looked(call: Callable[[], object]) -> Iterator[None]:
     assert not calls
 
 
-def test_lock_taken_after_the_look_is_not_deleted(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_lock_taken_after_the_look_is_not_deleted(database: str, prefix: str, old: Old) -> None:
     leases: list[Lease] = []
 
-    with once_it_has_looked(lambda: leases.append(taken("x"))):
+    with once_it_has_looked(lambda: leases.append(taken("x", using=ALIAS, ttl=60))):
         old("x", LockState.STALE)
         old("y", LockState.STALE)
         assert deleted(purge()) == 1
@@ -307,9 +282,7 @@ def test_counter_that_guard_holds_is_left_and_not_waited_for(
     assert counters(server_database, prefix) == {"x"}
 
 
-def test_two_purges_at_once_delete_each_row_once(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
+def test_two_purges_at_once_delete_each_row_once(database: str, prefix: str, old: Old) -> None:
     for number in range(100):
         old(f"{number}")
 
@@ -321,7 +294,7 @@ def test_two_purges_at_once_delete_each_row_once(
 
 
 def test_locks_in_use_are_taken_and_given_back_meanwhile(
-    database: str, prefix: str, old: Callable[..., MethodLock]
+    database: str, prefix: str, old: Old
 ) -> None:
     for number in range(200):
         old(f"{number}")
@@ -399,8 +372,8 @@ def run(*arguments: str, stdout: io.StringIO | None = None) -> str:
     return out.getvalue()
 
 
-def test_command_says_what_it_deleted(
-    database: str, prefix: str, old: Callable[..., MethodLock]
+def test_what_was_free_or_stale_for_longer_than_the_grace_goes_with_its_counter_and_the_command_says_so(
+    database: str, prefix: str, old: Old
 ) -> None:
     old("x")
     old("y", LockState.STALE)
@@ -411,7 +384,7 @@ def test_command_says_what_it_deleted(
     assert re.fullmatch(told % (2, "would be deleted"), would)
     assert re.fullmatch(told % (2, "deleted"), did)
     assert re.fullmatch(told % (0, "deleted"), then)
-    assert names(database, prefix) == set()
+    assert names(database, prefix) == counters(database, prefix) == set()
 
 
 def test_rows_of_all_tenants_are_purged_whoever_asks(prefix: str, settings: Settings) -> None:
