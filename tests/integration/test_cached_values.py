@@ -15,13 +15,7 @@ import pytest
 from django.core.cache import caches
 from django.db import transaction
 
-from django_distlock import (
-    LockBackendError,
-    LockNotAcquired,
-    force_release,
-    lock,
-    locks,
-)
+from django_distlock import LockBackendError, LockNotAcquired, force_release, lock, locks
 from django_distlock.contrib.cache import aget_or_compute, get_or_compute
 from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
 from tests.fixtures.eventually import eventually
@@ -39,6 +33,7 @@ if TYPE_CHECKING:
 
 #: A cache that keeps what is fresh no longer, and the locks beside it.
 CACHE, USING = "django_redis", "redis"
+WORDS: dict[str, Any] = {"timeout": 60, "stale": 60, "cache": CACHE, "using": USING}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +54,7 @@ def get(request: pytest.FixtureRequest, key: str) -> Get:
         async def acompute() -> Any:
             return compute()
 
-        words = {"timeout": 60, "stale": 60, "cache": CACHE, "using": USING, "wait": 20, **words}
+        words = {**WORDS, "wait": 20, **words}
         if request.param == "get_or_compute":
             return get_or_compute(key, compute, **words)
         return asyncio.run(aget_or_compute(key, acompute, **words))
@@ -87,9 +82,8 @@ def test_of_many_processes_one_computes_and_the_others_wait_for_it(
     spawn: Spawn, key: str, settings: Settings
 ) -> None:
     caches[CACHE].set(f"{key}:computed", 0)
-    words = {"key": key, "cache": CACHE, "using": USING}
     act = "tests.integration.cached_values:get_report"
-    children = [spawn(act, **words) for _ in range(4)]
+    children = [spawn(act, key=key, cache=CACHE, using=USING) for _ in range(4)]
     for child in children:
         child.expect("ready")
     for child in children:
@@ -132,6 +126,9 @@ def test_it_is_fresh_for_the_timeout_and_kept_for_the_stale_time_too(get: Get, k
     caches[CACHE].delete(key)
     assert get(lambda: "first", timeout=0.001) == "first"
     eventually(lambda: get(lambda: "second") == "second")
+    caches[CACHE].delete(key)
+    get(timeout=0.3, stale=0.2)
+    assert cached.ttl(key) == 1  # the least that it takes
 
 
 def test_without_an_old_value_a_busy_lock_is_told_after_the_wait(get: Get, key: str) -> None:
@@ -165,8 +162,7 @@ def test_inside_a_transaction_the_lock_is_free_as_soon_as_the_value_is_stored(
     strict = {**settings.DISTLOCK[USING], "STRICT": True}
     settings.DISTLOCK = {**settings.DISTLOCK, USING: strict}
     with transaction.atomic():
-        words: dict[str, Any] = {"timeout": 60, "stale": 60, "cache": CACHE, "using": USING}
-        assert get_or_compute(key, lambda: "new", **words) == "new"
+        assert get_or_compute(key, lambda: "new", **WORDS) == "new"
         assert not lock(name_of(key), using=USING).locked()
 
 
@@ -178,20 +174,12 @@ def test_what_others_have_stored_counts_as_missing(get: Get, key: str, stored: o
 
 
 def test_a_value_of_another_cache_may_be_computed_from_that_of_the_same_key(key: str) -> None:
-    words: dict[str, Any] = {"timeout": 60, "stale": 60, "using": USING, "wait": 0}
-
     def of_far() -> str:
-        return get_or_compute(key, lambda: "far", cache=CACHE, **words)
+        return get_or_compute(key, lambda: "far", wait=0, **WORDS)
 
     assert caches["default"].make_key(key) == caches[CACHE].make_key(key)
-    assert get_or_compute(key, of_far, cache="default", **words) == "far"
-
-
-def test_less_than_a_second_is_stored_for_a_second(get: Get, key: str) -> None:
-    get(timeout=0.3, stale=0.2)
-
-    cached: Any = caches[CACHE]
-    assert cached.ttl(key) == 1
+    words = {**WORDS, "cache": "default"}
+    assert get_or_compute(key, of_far, wait=0, **words) == "far"
 
 
 def test_an_error_comes_out_and_the_next_caller_computes(get: Get, key: str) -> None:
@@ -229,7 +217,7 @@ def test_an_exception_at_any_step_of_the_release_goes_up_and_leaves_the_lock_fre
         with ExitStack() as stack, suppress(TimeLimit):
             step = StopAt(number)
             compute = lambda: bool(stack.enter_context(step))  # noqa: E731
-            get_or_compute(key, compute, timeout=60, stale=0, cache=CACHE, using=USING)
+            get_or_compute(key, compute, **{**WORDS, "stale": 0})
         caches[CACHE].delete(key)
         return step.calls
 
@@ -254,10 +242,8 @@ def test_a_lost_lock_keeps_the_value_out_of_the_cache_and_not_from_the_caller(
 
 
 def test_a_value_that_needs_itself_is_an_error_and_no_endless_loop(key: str) -> None:
-    words: dict[str, Any] = {"timeout": 60, "stale": 60, "cache": CACHE, "using": USING, "wait": 0}
-
     def again() -> str:
-        return get_or_compute(key, again, **words)
+        return get_or_compute(key, again, wait=0, **WORDS)
 
     with pytest.raises(LockNotAcquired):
         again()

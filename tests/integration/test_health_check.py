@@ -15,7 +15,7 @@ from django_distlock import locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.contrib.health_check import Locks
 
-from .aliases import DOWN, MEMORY
+from .aliases import DOWN, DUMMY, MEMORY
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -58,22 +58,15 @@ def test_what_is_down_or_wrong_is_told_without_its_address(
 
 
 def test_a_server_that_excludes_nobody_is_not_well(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}}
+    settings.DISTLOCK = {"default": DUMMY}
 
-    assert shown("default") == (
-        500,
-        {"Locks(using='default')": "Unavailable: contend failed"},
-    )
+    assert shown("default") == (500, {"Locks(using='default')": "Unavailable: contend failed"})
 
 
 def test_a_probe_closes_no_connection_that_others_use(redis: Redis, settings: Settings) -> None:
     address = f"redis://127.0.0.1:{redis.port}"
-    settings.DISTLOCK = {
-        "redis": {
-            "BACKEND": "django_distlock.backends.redis.RedisBackend",
-            "OPTIONS": {"location": address, "options": {"client_name": "probed"}},
-        }
-    }
+    options = {"location": address, "options": {"client_name": "probed"}}
+    settings.DISTLOCK = {"redis": {**DOWN, "OPTIONS": options}}
     probe = Locks("redis")
     probe.run()
 

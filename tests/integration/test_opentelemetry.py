@@ -34,22 +34,25 @@ from django_distlock.contrib import opentelemetry
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import State
 from django_distlock.ground import clock
-from tests.contract.crew import elsewhere, held_in_thread, start, take_and_release, waiting_for
+from tests.contract.crew import (
+    elsewhere,
+    held_in_thread,
+    start,
+    take_and_release,
+    taken,
+    waiting_for,
+)
 from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
+
+from .aliases import DOWN, MEMORY
 
 LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
 
 
 @pytest.fixture(autouse=True)
 def in_memory(settings: Settings) -> Iterator[None]:
-    settings.DISTLOCK = {
-        "default": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},
-        "down": {
-            "BACKEND": "django_distlock.backends.redis.RedisBackend",
-            "OPTIONS": {"location": "redis://127.0.0.1:9/0"},
-        },
-    }
+    settings.DISTLOCK = {"default": MEMORY, "down": DOWN}
     registry.release_all()  # by tests elsewhere: all that are held are counted
     yield
     locks.reset()
@@ -119,9 +122,8 @@ def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_t
             assert elsewhere(lock("fee:42", timeout=0).acquire) is None
             waiter = start(lock("fee:42", timeout=30).acquire)
             eventually(lambda: waiting_for(locks["default"], "fee:42"))
-            lost = lock("import:7").acquire()
+            lost = taken("import:7")
             assert force_release("import:7") == 1
-            assert lost
             assert lost.lost
             with pytest.raises(LockBackendError):
                 lock("fee:42", using="down", timeout=0).acquire()
@@ -142,9 +144,7 @@ def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_t
 def test_the_span_of_a_lease_ends_where_it_is_handed_on(
     reader: InMemoryMetricReader, exporter: InMemorySpanExporter
 ) -> None:
-    lease = lock("fee:42").acquire()
-    assert lease
-    text = lease.detach()
+    text = taken("fee:42").detach()
 
     assert set(spans(exporter)) == {"distlock.acquire", "distlock.hold"}
     Lease.attach(text).release()
@@ -206,8 +206,7 @@ def test_refusals_losses_and_errors_are_counted(
 ) -> None:
     with held_in_thread(lock("fee:1")) as lease, pytest.raises(LockNotAcquired):
         lock("fee:1", timeout=0).__enter__()
-    lost = lock("fee:2").acquire()
-    assert lost
+    lost = taken("fee:2")
     lost.end(State.LOST, "a test says so")
     with pytest.raises(LockLost):
         lost.release()
@@ -233,9 +232,7 @@ def test_refusals_losses_and_errors_are_counted(
 def test_a_span_is_as_long_as_the_lock_was_held(
     reader: InMemoryMetricReader, exporter: InMemorySpanExporter, end: Callable[[Lease], object]
 ) -> None:
-    lease = lock("fee:42").acquire()
-    assert lease
-    end(lease)
+    end(taken("fee:42"))
 
     span = spans(exporter)["distlock.hold"]
     [held] = points(reader)["distlock.hold"]
@@ -246,10 +243,7 @@ def test_a_span_is_as_long_as_the_lock_was_held(
 
 @pytest.mark.parametrize("form", ["sync", "async"])
 def test_an_acquire_that_fails_has_a_span_with_the_error(
-    reader: InMemoryMetricReader,
-    tracers: TracerProvider,
-    exporter: InMemorySpanExporter,
-    form: str,
+    reader: InMemoryMetricReader, tracers: TracerProvider, exporter: InMemorySpanExporter, form: str
 ) -> None:
     async def enter() -> None:
         async with lock("fee:3", using="down", timeout=5):

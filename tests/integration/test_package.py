@@ -125,7 +125,9 @@ def test_every_text_is_translated(collected: Path, tmp_path: Path, language: str
         "run `make messages`, and translate what is new"
     )
     assert re.fullmatch(r"\d+ translated messages\.\n", done.stderr), done.stderr
-    assert _catalog(compiled) == _catalog(ours / "django.mo")
+    known = _catalog(compiled)
+    assert known == _catalog(ours / "django.mo")
+    assert known["Release it? [y/N] "].endswith("[y/N] ")  # the answers that are understood
 
 
 def _catalog(path: Path) -> dict[Any, str]:
@@ -155,10 +157,3 @@ def test_people_are_told_in_their_language(language: str, words: list[str]) -> N
     assert [word for word in words if word not in page] == []
     assert "Somebody else" not in refusal
     assert "Take a lock away" not in said
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_a_question_keeps_the_answers_that_are_understood(language: str) -> None:
-    known = _catalog(ROOT / LOCALE / language / "LC_MESSAGES/django.mo")
-
-    assert known["Release it? [y/N] "].endswith("[y/N] ")

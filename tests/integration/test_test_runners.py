@@ -359,10 +359,7 @@ class RealTransactionTests(Real, TransactionTestCase):
     pass
 
 
-if "leases" not in REAL:
-    class RealTests(Real, TestCase):
-        pass
-elif connection.vendor == "sqlite":
+if "leases" in REAL and connection.vendor == "sqlite":
     class RealTests(TestCase):
         def test_error_says_what_works(self):
             Account.objects.create(balance=1)

@@ -1,14 +1,12 @@
 """Views under @distributed_lock: sync, async, class-based, streaming; and transactions."""
 
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any, cast
 
 import pytest
 from django.db import connection, connections, transaction
-from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.test import AsyncClient, Client
 from django.urls import include, path, reverse
@@ -23,6 +21,7 @@ from django_distlock.signals import lock_acquired, lock_released
 from testproject.fees import after
 from testproject.models import Account
 from testproject.services import audit, open_account
+from tests.contract.crew import listening
 from tests.fixtures.eventually import eventually
 
 OPENING = Decimal("1000.00")
@@ -221,15 +220,6 @@ def atomic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
 
 
-@contextlib.contextmanager
-def listening(signal: Signal, receiver: Callable[..., object]) -> Iterator[None]:
-    signal.connect(receiver)
-    try:
-        yield
-    finally:
-        signal.disconnect(receiver)
-
-
 def content(answer: object) -> Iterator[bytes]:
     # The stubs' answers of clients know no streams.
     assert isinstance(answer, StreamingHttpResponse)
@@ -393,26 +383,21 @@ def test_an_async_view_served_by_wsgi_holds_the_lock_as_well(client: Client, url
 # Streaming.
 
 
-def test_a_streaming_response_holds_the_lock_until_its_last_line(
+def test_a_streaming_response_holds_the_lock_until_its_last_line_or_its_end(
     client: Client, account: Account
 ) -> None:
-    answer = client.get(reverse("statement", args=[account.pk]))
+    url, fee = reverse("statement", args=[account.pk]), lock(f"fee:{account.pk}")
 
-    lines = content(answer)
+    lines = content(client.get(url))
     assert next(lines) == b"charged at,amount\n"
-    assert lock(f"fee:{account.pk}").locked()
+    assert fee.locked()
     assert list(lines) == [b"balance,1000.00\n"]
-    assert not lock(f"fee:{account.pk}").locked()
+    assert not fee.locked()
 
-
-def test_a_streaming_response_closed_unread_releases_the_lock(
-    client: Client, account: Account
-) -> None:
-    answer = client.get(reverse("statement", args=[account.pk]))
-
-    assert lock(f"fee:{account.pk}").locked()
-    answer.close()
-    assert not lock(f"fee:{account.pk}").locked()
+    unread = client.get(url)
+    assert fee.locked()
+    unread.close()
+    assert not fee.locked()
 
 
 async def test_an_async_stream_holds_the_lock_until_its_last_line(
