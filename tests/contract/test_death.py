@@ -20,14 +20,11 @@ from django_distlock import Lease, LockNotHeld, lock
 from django_distlock.engine.registry import registry
 from tests.contract.faults import Faulty
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.processes import Child
 
-from .crew import elsewhere, start, take_and_release
+from .crew import ataken, elsewhere, start, take_and_release, taken
 from .profiles import Profile, lacks, needs
-from .rivals import Rival
+from .rivals import Children, Rival, Rivals
 
-Children = Callable[..., Child]
-Rivals = Callable[..., Rival]
 #: Seconds in which the registry looks several times for owners that have ended.
 LOOKS = 0.3
 
@@ -205,8 +202,7 @@ def test_the_lock_of_a_dead_thread_comes_free_soon(using: str, name: str, rival:
     told: list[str] = []
 
     def take_and_die() -> None:
-        lease = lock(name, using=using, ttl=30).acquire()
-        assert lease
+        lease = taken(name, using=using, ttl=30)
         lease.on_lost(told.append)
 
     elsewhere(take_and_die)
@@ -218,18 +214,19 @@ def test_the_lock_of_a_dead_thread_comes_free_soon(using: str, name: str, rival:
 
 @needs("typical")
 def test_the_lock_of_a_finished_task_comes_free_soon(using: str, name: str, rival: Rivals) -> None:
-    told: list[str] = []
+    told, kept = list[str](), list[contextvars.Context]()
 
     async def take_and_end() -> None:
-        lease = await lock(name, using=using, ttl=30).aacquire()
-        assert lease
+        lease = await ataken(name, using=using, ttl=30)
         lease.on_lost(told.append)
+        kept.append(contextvars.copy_context())
 
     asyncio.run(take_and_end())
 
     rival().takes(within=15)
     [reason] = eventually(lambda: told)
     assert "ended without releasing" in reason
+    assert kept
 
 
 @needs("typical")
@@ -254,22 +251,6 @@ def test_the_lock_of_a_task_that_was_destroyed_in_its_block_comes_free(
         tasks[0].get_coro().close()  # as the collector does
         tasks.clear()
     rival().takes(within=15)
-
-
-@needs("typical")
-def test_a_context_that_outlives_the_task_keeps_no_lock(
-    using: str, name: str, rival: Rivals
-) -> None:
-    kept: list[contextvars.Context] = []
-
-    async def take_and_end() -> None:
-        assert await lock(name, using=using, ttl=30).aacquire()
-        kept.append(contextvars.copy_context())
-
-    asyncio.run(take_and_end())
-
-    rival().takes(within=15)
-    assert kept
 
 
 @needs("typical")
