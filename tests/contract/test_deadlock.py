@@ -107,7 +107,6 @@ class TestCircles:
         "crossers",
         [
             pytest.param([by_thread] * 2, id="two threads"),
-            pytest.param([by_thread] * 4, id="four threads"),
             pytest.param([by_task] * 2, id="two tasks"),
             pytest.param([by_thread, by_task, by_thread], id="threads and a task"),
         ],
