@@ -75,6 +75,14 @@ async def ataken(name: Any, **terms: Any) -> Lease:
     return lease
 
 
+def can_take(using: str, name: str, timeout: float = 0, **terms: Any) -> bool:
+    """Take the lock if it can be had within *timeout*, and give it back."""
+    lease = lock(name, using=using, timeout=timeout, **terms).acquire()
+    if lease:
+        lease.release()
+    return lease is not None
+
+
 @contextmanager
 def listening(signal: Signal, receiver: Callable[..., object]) -> Iterator[None]:
     """Have *receiver* told of a signal during the block."""

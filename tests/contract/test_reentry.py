@@ -31,20 +31,12 @@ from django_distlock.engine.registry import registry
 from django_distlock.ground import sync_to_async as bridges
 from tests.fixtures.eventually import aeventually, never
 
-from .crew import elsewhere, taken
+from .crew import can_take, elsewhere, taken
 from .faults import Faulty, total
 from .profiles import needs
 from .rivals import Rivals
 
 pytestmark = needs("typical")
-
-
-def _try(using: str, name: str) -> bool:
-    """Take the lock if it can be had at once, and give it back."""
-    lease = lock(name, using=using, timeout=0).acquire()
-    if lease:
-        lease.release()
-    return lease is not None
 
 
 async def _atry(using: str, name: str) -> bool:
@@ -74,7 +66,7 @@ async def test_a_task_enters_again_whoever_awaited_the_lease_for_it(
     kept = await through(lock(name, using=using).aacquire())
 
     assert await _atry(using, name)
-    assert await sync_to_async(_try)(using, name)
+    assert await sync_to_async(can_take)(using, name)
     assert not await asyncio.create_task(_atry(using, name))
     lease = current_lease(name)
     assert kept
@@ -112,8 +104,8 @@ async def test_a_task_enters_each_of_several_again(using: str, name: str) -> Non
 def test_a_thread_enters_again_what_a_task_took_for_it(using: str, name: str) -> None:
     lease = asyncio.run(lock(name, using=using).aacquire())
 
-    assert _try(using, name)
-    assert not elsewhere(lambda: _try(using, name))
+    assert can_take(using, name)
+    assert not elsewhere(lambda: can_take(using, name))
     assert lease
     lease.release()
 
@@ -142,7 +134,7 @@ def test_another_thread_with_our_context_is_excluded(using: str, name: str) -> N
     with lock(name, using=using):
         context = contextvars.copy_context()
 
-        assert not elsewhere(lambda: context.run(_try, using, name))
+        assert not elsewhere(lambda: context.run(can_take, using, name))
 
 
 async def test_the_children_of_gather_are_excluded_and_with_reentrant_false_the_task_itself(
@@ -160,7 +152,7 @@ class TestOverTheBridgesOfAsgiref:
     async def test_a_task_lets_the_thread_in_that_it_awaits(
         self, using: str, name: str, thread_sensitive: bool
     ) -> None:
-        across = sync_to_async(_try, thread_sensitive=thread_sensitive)
+        across = sync_to_async(can_take, thread_sensitive=thread_sensitive)
 
         async with lock(name, using=using) as lease:
             assert await across(using, name)
@@ -180,9 +172,10 @@ class TestOverTheBridgesOfAsgiref:
         async def inner() -> AsyncGenerator[bool, None]:
             try:
                 for thread_sensitive in (True, False):
-                    yield await sync_to_async(_try, thread_sensitive=thread_sensitive)(using, name)
+                    across = sync_to_async(can_take, thread_sensitive=thread_sensitive)
+                    yield await across(using, name)
             finally:
-                closed.append(await sync_to_async(_try)(using, name))
+                closed.append(await sync_to_async(can_take)(using, name))
 
         async def outer() -> AsyncGenerator[bool, None]:
             async with aclosing(inner()) as parts:
@@ -221,7 +214,7 @@ class TestOverTheBridgesOfAsgiref:
     async def test_code_in_between_need_not_enter(
         self, using: str, name: str, thread_sensitive: bool
     ) -> None:
-        across = sync_to_async(_try, thread_sensitive=thread_sensitive)
+        across = sync_to_async(can_take, thread_sensitive=thread_sensitive)
         back = sync_to_async(async_to_sync(across), thread_sensitive=thread_sensitive)
 
         async with lock(name, using=using):
@@ -242,12 +235,12 @@ class TestOverTheBridgesOfAsgiref:
 
         with lock(name, using=using):
             assert across(async_to_sync(_atry))(using, name)
-            assert across(across(_try))(using, name)
+            assert across(across(can_take))(using, name)
 
     def test_a_new_event_loop_for_an_inner_call_hides_nothing(self, using: str, name: str) -> None:
         def work() -> bool:
             async_to_sync(sync_to_async(int), force_new_loop=True)()
-            return _try(using, name)
+            return can_take(using, name)
 
         with lock(name, using=using):
             assert async_to_sync(sync_to_async(work, thread_sensitive=False))()
@@ -257,7 +250,7 @@ class TestOverTheBridgesOfAsgiref:
     ) -> None:
         def work() -> list[bool]:
             async_to_sync(sync_to_async(int))()
-            return [_try(using, name), async_to_sync(_atry)(using, name)]
+            return [can_take(using, name), async_to_sync(_atry)(using, name)]
 
         async with lock(name, using=using):
             assert await sync_to_async(work)() == [True, True]
@@ -295,7 +288,7 @@ class TestOverTheBridgesOfAsgiref:
     async def test_the_holder_may_stand_in_between(self, using: str, name: str) -> None:
         def hold() -> bool:
             with lock(name, using=using):
-                return async_to_sync(sync_to_async(_try))(using, name)
+                return async_to_sync(sync_to_async(can_take))(using, name)
 
         assert await sync_to_async(hold)()
         assert await sync_to_async(async_to_sync(sync_to_async(hold)))()
@@ -318,14 +311,14 @@ class TestOverTheBridgesOfAsgiref:
         self, using: str, name: str
     ) -> None:
         async def beside() -> list[bool]:
-            across = sync_to_async(_try, thread_sensitive=False)
+            across = sync_to_async(can_take, thread_sensitive=False)
             direct, over = asyncio.create_task(_atry(using, name)), across(using, name)
             return [await direct, *await asyncio.gather(over, _atry(using, name))]
 
         async with lock(name, using=using):
             assert await beside() == [False, False, False]
             assert await sync_to_async(async_to_sync(beside))() == [False, False, False]
-            assert not await asyncio.to_thread(_try, using, name)
+            assert not await asyncio.to_thread(can_take, using, name)
 
     def test_a_task_beside_the_one_that_a_thread_waits_for_and_another_thread_are_excluded(
         self, using: str, name: str
@@ -348,7 +341,7 @@ class TestOverTheBridgesOfAsgiref:
             async def beside() -> bool:
                 await inside.wait()
                 # In the thread that holds the lock, which runs it while it waits.
-                entered = await sync_to_async(_try)(using, name)
+                entered = await sync_to_async(can_take)(using, name)
                 may_leave.set()
                 return entered
 
@@ -357,7 +350,7 @@ class TestOverTheBridgesOfAsgiref:
                 inside.set()
                 await may_leave.wait()
                 lease.check()
-            return await other, await sync_to_async(_try)(using, name)
+            return await other, await sync_to_async(can_take)(using, name)
 
         with lock(name, using=using):
             assert async_to_sync(main)() == (False, True)
@@ -388,7 +381,7 @@ class TestOverTheBridgesOfAsgiref:
     ) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         async with lock(name, using=using):
-            beside = asyncio.create_task(asyncio.to_thread(_try, using, name))
+            beside = asyncio.create_task(asyncio.to_thread(can_take, using, name))
             await sync_to_async(time.sleep, thread_sensitive=False)(0.1)
             assert not await beside
 
@@ -403,7 +396,7 @@ class TestOverTheBridgesOfAsgiref:
             if is_closed:
                 loop.close()
             context = contextvars.copy_context()
-            assert not pool.submit(context.run, _try, using, name).result()
+            assert not pool.submit(context.run, can_take, using, name).result()
 
     async def test_a_holder_that_leaves_while_its_thread_asks_lets_it_in_no_more(
         self, using: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -511,7 +504,7 @@ async def test_a_thread_that_outlives_the_task_it_was_started_by_is_excluded(
 
     def outlive() -> None:
         asyncio.run_coroutine_threadsafe(may_try.wait(), loop).result(10)
-        loop.call_soon_threadsafe(tried.set_result, _try(using, name))
+        loop.call_soon_threadsafe(tried.set_result, can_take(using, name))
 
     async def take_and_end() -> None:
         kept.append(await lock(name, using=using).aacquire())

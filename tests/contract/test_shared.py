@@ -12,7 +12,7 @@ from django_distlock import Lease, Lock, LockDeadlock, current_lease, lock, lock
 from django_distlock.lock_set import LockSet
 from tests.fixtures.eventually import eventually
 
-from .crew import elsewhere, start, together
+from .crew import can_take, elsewhere, start, together
 from .profiles import needs
 from .rivals import Rivals
 
@@ -72,13 +72,7 @@ def test_a_waiting_writer_is_not_starved_by_readers(using: str, name: str, rival
 
 
 def _reads(using: str, name: str) -> bool:
-    def read() -> bool:
-        lease = lock(name, using=using, shared=True, timeout=0).acquire()
-        if lease:
-            lease.release()
-        return lease is not None
-
-    return elsewhere(read)
+    return elsewhere(lambda: can_take(using, name, shared=True))
 
 
 def test_a_reader_that_would_write_is_told_of_the_deadlock(using: str, name: str) -> None:

@@ -10,7 +10,7 @@ from django_distlock import Lease, current_lease, force_release, lock
 from django_distlock.operators import holdings, look_up, survey
 from tests.fixtures.tenancy import prefix, tenant
 
-from .crew import elsewhere
+from .crew import can_take, elsewhere
 from .profiles import Profile, needs
 
 #: The alias of the same settings whose prefix is that of the tenant.
@@ -25,10 +25,7 @@ def _is_free(name: str) -> bool:
 
     def tries() -> bool:
         with tenant(own):
-            lease = lock(name, using=USING, timeout=0).acquire()
-        if lease:
-            lease.release()
-        return lease is not None
+            return can_take(USING, name)
 
     return elsewhere(tries)
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from testproject.models import Account
-from tests.contract.profiles import PROFILES
+from tests.contract.profiles import BY_NAME
 from tests.fixtures.workers import Site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BY_NAME = {profile.name: profile for profile in PROFILES}
 WORKERS, REQUESTS = 3, 60
 PAGES = [
     *("with-lock", "decorated", "decorated-post", "rest", "rest-method-decorator"),

@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-from tests.contract.profiles import PROFILES
+from tests.contract.profiles import BY_NAME
 from tests.fixtures.pages import ROOT
 
-BY_NAME = {profile.name: profile for profile in PROFILES}
 #: Profiles that one process takes locks of.
 TOGETHER = ["locmem", "sqlite"], ["postgres", "postgres-rowlock"], ["mariadb"], ["redis"]
 

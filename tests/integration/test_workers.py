@@ -16,8 +16,8 @@ import pytest
 
 from django_distlock import lock
 from testproject.services import audit, open_account
-from tests.contract.crew import held_in_thread
-from tests.contract.profiles import PROFILES, Profile
+from tests.contract.crew import can_take, held_in_thread
+from tests.contract.profiles import BY_NAME, Profile
 from tests.fixtures.eventually import eventually
 from tests.fixtures.launch import kill_family
 from tests.fixtures.workers import Answer, Site
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tests.fixtures.celery_worker import StartWorkers
     from tests.fixtures.postgres import PostgreSQL
 
-BY_NAME = {profile.name: profile for profile in PROFILES}
 TTL = 1.0
 #: Longer than the ttl: only who is renewed still holds.
 BEYOND_TTL = 2 * TTL
@@ -118,21 +117,6 @@ def ttl_of(combination: Combination) -> float:
     return 2.0 if "whole_seconds" in combination.profile.traits else TTL
 
 
-def held_elsewhere(name: str) -> bool:
-    """Tell whether somebody has it, by trying."""
-    lease = lock(name, timeout=0).acquire()
-    if lease is not None:
-        lease.release()
-    return lease is None
-
-
-def free_within(name: str, seconds: float) -> bool:
-    lease = lock(name, timeout=seconds).acquire()
-    if lease is not None:
-        lease.release()
-    return lease is not None
-
-
 @pytest.mark.parametrize("combination", ALL, scope="module")
 def test_all_workers_renew_their_leases_exclude_each_other_and_lose_no_update(
     site: Site, name: str, combination: Combination
@@ -218,7 +202,7 @@ def test_requests_that_nobody_waits_for_any_more_leave_no_lock(
 
     # Each of them would hold it for a second.
     done_well(site.hold(name, 0, ttl=ttl, timeout=10).result())
-    assert free_within(name, 5)
+    assert can_take("default", name, 5)
     site.close()
 
 
@@ -228,12 +212,12 @@ def test_the_lock_of_killed_workers_comes_free_with_its_ttl(
 ) -> None:
     site = start_site(combination)
     lost = site.hold(name, LONG, ttl=2)
-    eventually(lambda: held_elsewhere(name))
+    eventually(lambda: not can_take("default", name))
 
     kill_family(site.process.pid)
 
     assert lost.result().status == 0
-    assert free_within(name, 10)
+    assert can_take("default", name, 10)
 
 
 @over(
@@ -248,13 +232,13 @@ def test_a_site_that_is_stopped_ends_its_requests_and_leaves_no_lock(
     site = start_site(combination, workers=1)
     site.get(f"keep/{name}:kept/", ttl=LONG, timeout=5)
     last = site.hold(name, 1, ttl=LONG)
-    eventually(lambda: held_elsewhere(name))
+    eventually(lambda: not can_take("default", name))
 
     site.stop()
 
     done_well(last.result())
-    assert free_within(name, 5)
-    assert free_within(f"{name}:kept", 5)
+    assert can_take("default", name, 5)
+    assert can_take("default", f"{name}:kept", 5)
 
 
 @over(("gunicorn-gevent", "postgres-rowlock"))
@@ -264,7 +248,7 @@ def test_greenlets_learn_at_once_that_the_server_has_ended_their_session(
     site = start_site(combination, workers=1)
     # Its next renewal would be too late for this request.
     holding = site.hold(name, LONG / 4, ttl=LONG)
-    eventually(lambda: held_elsewhere(name))
+    eventually(lambda: not can_take("default", name))
 
     with postgres.admin() as admin:
         admin.execute(
@@ -289,7 +273,7 @@ def test_workers_that_uwsgi_forked_hold_nothing_of_their_master_and_renew_their_
 
     assert found["held"] == []
     assert own["left"] - own["entered"] >= BEYOND_TTL
-    assert held_elsewhere(name)
+    assert not can_take("default", name)
     site.close()
 
 
