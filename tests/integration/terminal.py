@@ -3,6 +3,9 @@
 import io
 import os
 import pty
+from typing import Any
+
+from django.core.management import call_command
 
 
 class Terminal(io.StringIO):
@@ -17,3 +20,10 @@ def answer_at_a_terminal(answer: str) -> None:
     ours, theirs = pty.openpty()
     os.dup2(theirs, 0)
     os.write(ours, f"{answer}\n".encode())
+
+
+def printed(command: str, *arguments: str, **options: Any) -> str:
+    """Run a command, and return what it prints."""
+    out = io.StringIO()
+    call_command(command, *arguments, **options, stdout=out)
+    return out.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from django.core.management import CommandError, call_command
 from django_distlock import lock
 
 from .aliases import DUMMY, MEMORY
+from .terminal import printed
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,7 @@ def aliases(settings: Any) -> None:
 
 def answer(command: str, *arguments: str, **options: Any) -> dict[str, Any]:
     """Return the JSON that *command* prints."""
-    out = io.StringIO()
-    call_command(command, *arguments, **options, json=True, stdout=out)
-    found: dict[str, Any] = json.loads(out.getvalue())
+    found: dict[str, Any] = json.loads(printed(command, *arguments, **options, json=True))
     return found
 
 

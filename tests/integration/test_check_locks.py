@@ -13,6 +13,7 @@ from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.models import MethodLock
 
 from .aliases import DOWN, DUMMY, MEMORY
+from .terminal import printed
 
 
 def failure(*arguments: str) -> tuple[str, str]:
@@ -26,11 +27,9 @@ def failure(*arguments: str) -> tuple[str, str]:
 
 def test_each_alias_is_a_line(settings: Any) -> None:
     settings.DISTLOCK = {"default": {}, "memory": MEMORY}
-    out = io.StringIO()
 
-    call_command("check_locks", stdout=out)
+    headings, *rows = [line.split("\t") for line in printed("check_locks").splitlines()]
 
-    headings, *rows = [line.split("\t") for line in out.getvalue().splitlines()]
     assert headings == ["alias", "acquire", "contend", "extend", "list", "release", "notes"]
     assert [row[0] for row in rows] == ["default", "memory"]
     assert [row[-1] for row in rows] == ["no shared", "-"]
@@ -40,11 +39,9 @@ def test_each_alias_is_a_line(settings: Any) -> None:
 
 def test_programs_get_an_object_with_the_aliases_that_they_name(settings: Any) -> None:
     settings.DISTLOCK = {"default": {}, "memory": MEMORY}
-    out = io.StringIO()
 
-    call_command("check_locks", "--json", "--using=memory", stdout=out)
+    report = json.loads(printed("check_locks", "--json", "--using=memory"))
 
-    report = json.loads(out.getvalue())
     spent = report["aliases"][0].pop("milliseconds")
     assert report == {"aliases": [{"alias": "memory", "cannot": []}]}
     assert [*spent] == ["acquire", "contend", "extend", "list", "release"]
@@ -54,7 +51,7 @@ def test_each_check_uses_the_same_row(settings: Any) -> None:
     settings.DISTLOCK = {"default": {}}
     rows = []
     for _ in range(2):
-        call_command("check_locks", stdout=io.StringIO())
+        printed("check_locks")
         rows.append(MethodLock.objects.count())
 
     assert rows[0] == rows[1]

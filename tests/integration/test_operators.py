@@ -36,7 +36,7 @@ from tests.fixtures.processes import Spawn
 
 from .aliases import DOWN, DUMMY, MEMORY
 from .lock_rows import HOLDER, put
-from .terminal import Terminal, answer_at_a_terminal
+from .terminal import Terminal, answer_at_a_terminal, printed
 
 #: A lock of which nothing more is known.
 BARE = Held("fees", "fees", None, None, None, "digest")
@@ -48,9 +48,8 @@ def aliases(settings: Any) -> None:
 
 
 def listed(*arguments: str) -> list[list[str]]:
-    out = io.StringIO()
-    call_command("list_locks", *arguments, stdout=out)
-    headings, *rows = [line.split("\t") for line in out.getvalue().splitlines()]
+    lines = printed("list_locks", *arguments).splitlines()
+    headings, *rows = [line.split("\t") for line in lines]
     assert headings == ["alias", "state", "name", "holder", "since", "remaining", "waiters"]
     return rows
 
@@ -130,10 +129,8 @@ def test_state_and_alias_narrow_the_list(name: str) -> None:
 def test_programs_get_an_object(name: str) -> None:
     put("default", name, LockState.HELD)
 
-    out = io.StringIO()
-    call_command("list_locks", "--json", f"--name={name}", stdout=out)
+    report = json.loads(printed("list_locks", "--json", f"--name={name}"))
 
-    report = json.loads(out.getvalue())
     [found] = report["locks"]
     assert found.pop("remaining") == pytest.approx(7140, abs=30)
     assert found.pop("age") == pytest.approx(60, abs=30)
@@ -227,13 +224,12 @@ def test_a_time_can_be_written_in_units(text: str, seconds: float) -> None:
 
 
 def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
-    lease, out = taken(name), io.StringIO()
+    lease = taken(name)
 
     with lock(f"{name}:other") as other:
-        call_command("release_lock", name, "--yes", stdout=out)
+        shown, told = printed("release_lock", name, "--yes").splitlines()
         assert other.held
 
-    shown, told = out.getvalue().splitlines()
     assert re.fullmatch(re.escape(f"{name}: held by {lease.holder}, ") + r"\d+ s left", shown)
     assert told == "Released: 1"
     assert lease.lost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 import uuid
@@ -20,7 +19,7 @@ from django_distlock.models import Lowered
 from testproject.models import Account
 
 from .aliases import DOWN, MEMORY
-from .terminal import answer_at_a_terminal
+from .terminal import answer_at_a_terminal, printed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,11 +45,9 @@ def ahead() -> Iterator[Account]:
 def test_rows_that_refused_every_claim_can_be_claimed_again(ahead: Account) -> None:
     with lock("fee") as lease, pytest.raises(StaleFencingToken, match="ahead of ours by 2"):
         lease.claim(ahead)
-    out = io.StringIO()
 
-    call_command("reset_fences", "testproject.Account", "--yes", stdout=out)
+    assert printed("reset_fences", "testproject.Account", "--yes") == "Reset: 1\n"
 
-    assert out.getvalue() == "Reset: 1\n"
     with lock("fee") as lease:
         assert lease.claim(ahead).fence == lease.fencing_token
 
@@ -95,13 +92,10 @@ def reset_at_a_terminal(answer: str) -> None:
 
 
 def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
-    out, silent = io.StringIO(), io.StringIO()
+    command = ["reset_fences", "testproject.Account", "--yes"]
 
-    call_command("reset_fences", "testproject.Account", "--yes", "--json", stdout=out)
-    call_command("reset_fences", "testproject.Account", "--yes", verbosity=0, stdout=silent)
-
-    assert json.loads(out.getvalue()) == {"reset": 1}
-    assert silent.getvalue() == ""
+    assert json.loads(printed(*command, "--json")) == {"reset": 1}
+    assert printed(*command, verbosity=0) == ""
 
 
 def test_a_database_that_is_down_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
