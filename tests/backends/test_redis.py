@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis as driver
 
-from django_distlock import LockBackendError, LockNotOwned, lock, locks
+from django_distlock import LockBackendError, LockNotHeld, lock, locks
 from django_distlock.backends.redis import RedisBackend, connections
 from django_distlock.backends.redis.verbs import PROBE, keys_of, label_of
 from django_distlock.engine.bells import ThreadBell
@@ -187,7 +187,7 @@ def test_tokens_rise_whatever_happens_to_the_server(
     assert len(tokens) == 7
 
 
-def test_tokens_rise_over_a_clock_that_stepped_back(
+def test_tokens_rise_over_a_clock_that_stepped_back_and_a_forced_release(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
     ahead = int((time.time() + 3600) * 1e6)
@@ -196,6 +196,12 @@ def test_tokens_rise_over_a_clock_that_stepped_back(
         client.hset(f"distlock:{{{name}}}", "token", str(ahead))  # as given out before the step
 
     assert first < ahead < token(name) == ahead + 1
+    with pytest.raises(LockNotHeld), lock(name) as lease:
+        (shown,) = (each for each in backend.held() if each.name == name)
+        assert backend.force_release(shown.key, shown.owner_digest)
+
+    assert lease.fencing_token == ahead + 2
+    assert token(name) == ahead + 4, "those with the token of the forced one are refused before"
 
 
 def _fail_over(servers: Replicated) -> None:
@@ -242,28 +248,6 @@ def test_readers_that_give_back_at_once_may_all_ask_again(backend: RedisBackend,
     assert first == [backend.release(reader) for reader in readers] == [Release.RELEASED] * 8
 
 
-def test_a_forced_release_frees_that_holding_and_raises_the_token(
-    backend: RedisBackend, redis: Redis, name: str
-) -> None:
-    lease = lock(name).acquire()
-    assert lease
-    ahead = int((time.time() + 3600) * 1e6)
-    with redis.client(DATABASE) as client:
-        client.hset(f"distlock:{{{name}}}", "token", str(ahead))  # more than its clock raises it to
-    (shown,) = (each for each in backend.held() if each.name == name)
-
-    assert not backend.force_release(shown.key, "0" * 16)
-    assert lease.held
-    assert backend.force_release(shown.key, shown.owner_digest)
-
-    assert lease.lost
-    assert token(name) == ahead + 2
-    with pytest.raises(LockNotOwned):
-        held = ask(backend, name)
-        backend.try_acquire(held, queued=False)
-        lease.release()
-
-
 # Who is next.
 
 
@@ -278,15 +262,22 @@ def test_a_waiter_that_comes_back_in_time_has_its_old_place(
     assert isinstance(fair.try_acquire(second, queued=True), Busy)
 
 
-def test_a_release_rings_the_first_waiter_alone(
+def rung(redis: Redis) -> set[str]:
+    """Return the owners whose bell has rung."""
+    with redis.client(DATABASE) as client:
+        return {key.rpartition(":")[2] for key in client.keys("distlock:*:b:*")}
+
+
+def test_a_release_rings_the_first_waiter_alone_which_passes_its_ring_on_when_it_leaves(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
-    holder, first, _second = in_line(backend, redis, name)
+    holder, first, second = in_line(backend, redis, name)
 
     backend.release(holder)
+    assert rung(redis) == {first.owner}
 
-    with redis.client(DATABASE) as client:
-        assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}}}:b:{first.owner}"]
+    backend.dequeue(first)
+    assert rung(redis) == {second.owner}
 
 
 def test_who_gets_one_of_several_free_places_rings_the_next_waiter(
@@ -304,20 +295,7 @@ def test_who_gets_one_of_several_free_places_rings_the_next_waiter(
 
     assert isinstance(backend.try_acquire(first.at(0), queued=True), Grant)
 
-    with redis.client(DATABASE) as client:
-        assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}~}}:b:{second.owner}"]
-
-
-def test_a_waiter_that_leaves_passes_its_ring_on(
-    backend: RedisBackend, redis: Redis, name: str
-) -> None:
-    holder, first, second = in_line(backend, redis, name)
-    backend.release(holder)
-
-    backend.dequeue(first)
-
-    with redis.client(DATABASE) as client:
-        assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}}}:b:{second.owner}"]
+    assert rung(redis) == {second.owner}
 
 
 def test_a_ring_before_the_wait_is_heard(backend: RedisBackend, redis: Redis, name: str) -> None:
@@ -341,9 +319,7 @@ def test_all_readers_before_the_first_writer_are_woken_together(
 
     backend.release(holder)
 
-    with redis.client(DATABASE) as client:
-        rung = {key.rpartition(":")[2] for key in client.keys("distlock:*:b:*")}
-    assert rung == {reader.owner for reader in readers}
+    assert rung(redis) == {reader.owner for reader in readers}
     assert [isinstance(backend.try_acquire(each, queued=True), Grant) for each in readers] == [
         True
     ] * 3
@@ -427,11 +403,6 @@ def test_a_password_and_a_unix_socket(configure: Configure, user: str, name: str
             with lock(name) as lease:
                 assert lease.held
             assert "s3cret" not in repr(backend.options) + repr(backend.source)
-
-        configure(f"redis://:wrong@127.0.0.1:{server.port}")
-        with pytest.raises(LockBackendError, match="cannot be reached") as caught:
-            lock(name).acquire()
-        assert "wrong@" not in str(caught.value)
         locks.reset()
 
 
@@ -625,9 +596,6 @@ def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
     with redis.client(DATABASE) as client:
         (key,) = client.keys(f"*{name}*")
         assert round(client.pttl(key) / 3_600_000) == 8
-    (held,) = (held for held in locks["default"].held() if held.name == name)
-    assert held.reserved
-    assert held.remaining == pytest.approx(6 * 3600, abs=60)
 
 
 # What the server is asked by `manage.py check --database`.

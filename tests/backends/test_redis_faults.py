@@ -210,19 +210,23 @@ def signal_at(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
 # Partitions.
 
 
-def test_an_acquire_that_arrives_after_it_was_given_up_is_refused(
-    server: Redis, proxy: Proxy, settings: Settings, name: str
+@pytest.mark.parametrize("verb", ["acquire", "attach"])
+def test_what_arrives_after_it_was_given_up_is_refused(
+    server: Redis, proxy: Proxy, settings: Settings, name: str, verb: str
 ) -> None:
     configure(settings, server, proxy.port, io_timeout=0.2)
-    warm_up()
+    Lease.attach(take("warm").detach()).release()
+    text = take(name, ttl=LONG).detach() if verb == "attach" else ""
     asked = server.calls()["evalsha"]
     proxy.delay(1.8)
     with pytest.raises(LockOutcomeUnknown):
-        lock(name, ttl=LONG, timeout=0).acquire()
+        Lease.attach(text) if text else lock(name, ttl=LONG, timeout=0).acquire()
     proxy.delay(0)
 
     eventually(lambda: server.calls()["evalsha"] >= asked + 1, 1.2, "it was given up")
     eventually(lambda: server.calls()["evalsha"] >= asked + 2, 5, "it arrives late")
+    if text:
+        Lease.attach(text).release()
     never(lambda: holders(name), 0.3)
 
 
@@ -277,23 +281,6 @@ def test_what_no_replica_has_and_whose_release_has_no_answer_is_no_busy_lock(
     assert not holders(name)
 
 
-def test_an_attachment_that_arrives_after_it_was_given_up_is_refused(
-    server: Redis, proxy: Proxy, settings: Settings, name: str
-) -> None:
-    configure(settings, server, proxy.port, io_timeout=0.2)
-    Lease.attach(take("warm").detach()).release()
-    text = take(name, ttl=LONG).detach()
-    asked = server.calls()["evalsha"]
-    proxy.delay(1.8)
-    with pytest.raises(LockOutcomeUnknown):
-        Lease.attach(text)
-    proxy.delay(0)
-
-    eventually(lambda: server.calls()["evalsha"] >= asked + 1, 1.2, "it was given up")
-    eventually(lambda: server.calls()["evalsha"] >= asked + 2, 5, "it arrives late")
-    Lease.attach(text).release()
-
-
 # Broken connections.
 
 
@@ -345,7 +332,6 @@ def test_a_waiter_whose_connection_breaks_goes_on_waiting(direct: Redis, name: s
 def test_a_waiter_that_may_not_listen_is_told(server: Redis, settings: Settings, name: str) -> None:
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "deaf", "on", ">x", "~*", "+@all", "-blpop")
-    configure(settings, server)
     location = f"redis://deaf:x@127.0.0.1:{server.port}/{DATABASE}"
     deaf = {**alias(server.port), "OPTIONS": {"location": location}}
     settings.DISTLOCK = {"default": deaf, "direct": alias(server.port)}
@@ -479,20 +465,6 @@ def test_to_wait_at_a_frozen_server_ends_with_its_error(direct: Redis, name: str
 
 
 # Servers that refuse.
-
-
-def test_a_full_server_refuses_new_locks_and_keeps_those_it_has(direct: Redis, name: str) -> None:
-    with lock(name, ttl=3) as lease:
-        first = lease.deadline
-        with direct.client() as client:
-            client.config_set("maxmemory", "1")
-
-        with pytest.raises(LockBackendError, match="its memory is full"):
-            lock(f"{name}:new", timeout=0).acquire()
-        eventually(lambda: lease.deadline > first, 2.9)
-        lease.check()
-
-    assert not lock(name).locked()
 
 
 @pytest.mark.parametrize(
@@ -641,19 +613,22 @@ def test_a_node_of_a_cluster_is_refused_with_a_hint(
 # Replicas.
 
 
-def test_a_lock_that_no_replica_confirms_is_refused_and_not_held(
+def test_a_lock_that_no_replica_confirms_is_neither_acquired_nor_attached(
     redis_sentinel: Replicated, settings: Settings, name: str
 ) -> None:
     configure(settings, redis_sentinel.master, wait_replicas=1, io_timeout=4.0)
-    with lock(name, timeout=0):
-        pass
+    detached = f"{name}:detached"
+    text = take(detached, ttl=LONG).detach()
     redis_sentinel.cut_off_replica()
 
     with pytest.raises(LockBackendError, match="0 of 1 replicas"):
         lock(name, ttl=LONG, timeout=0).acquire()
+    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
+        Lease.attach(text)
 
     assert not holders(name)
     assert rival(name).tries()
+    eventually(lambda: not holders(detached), SOON, "it is given back")
     locks.reset()
 
 
@@ -674,20 +649,6 @@ def test_a_holder_at_a_master_that_no_replica_follows_any_more_loses_its_lock(
 
 
 # Clusters.
-
-
-def test_a_lease_that_no_replica_confirms_cannot_be_attached(
-    redis_sentinel: Replicated, settings: Settings, name: str
-) -> None:
-    configure(settings, redis_sentinel.master, wait_replicas=1, io_timeout=4.0)
-    text = take(name, ttl=LONG).detach()
-    redis_sentinel.cut_off_replica()
-
-    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
-        Lease.attach(text)
-
-    eventually(lambda: not holders(name), SOON, "it is given back")
-    locks.reset()
 
 
 @pytest.fixture
@@ -926,24 +887,18 @@ def test_an_acquire_that_empties_one_tries_again(cluster: list[Redis], name: str
 # Waiters that die, and many of them.
 
 
-@pytest.fixture(params=[False, True], ids=["barging", "fair"])
-def queued(server: Redis, settings: Settings, request: pytest.FixtureRequest) -> Iterator[Redis]:
-    """The server, with fair locks and with others."""
-    configure(settings, server, fair=request.param)
-    yield server
-    locks.reset()
-
-
 @pytest.mark.parametrize("fate", ["killed", "frozen"])
+@pytest.mark.parametrize("fair", [False, True])
 def test_the_next_waiter_is_served_soon_whatever_became_of_the_first(
-    queued: Redis, settings: Settings, spawn: Spawn, name: str, fate: str
+    direct: Redis, settings: Settings, spawn: Spawn, name: str, fate: str, *, fair: bool
 ) -> None:
     """A frozen one gets its ring, and does nothing about it."""
+    configure(settings, direct, fair=fair)
     holder = rival(name)
     holder.takes()
     first = spawn("tests.backends.redis_tools:wait", aliases=settings.DISTLOCK, name=name)
-    eventually(lambda: waiters(queued, name) == 1, 20)
-    second = wait_for(queued, name)
+    eventually(lambda: waiters(direct, name) == 1, 20)
+    second = wait_for(direct, name)
 
     if fate == "killed":
         first.kill()

@@ -389,24 +389,6 @@ def test_what_comes_after_is_answered_behind_it(link: PoolLink, keys: Keys) -> N
     assert link.converse(transact(look(keys), ("ECHO", "b")))[1:] == [b"b"]
 
 
-@pytest.mark.parametrize("scripting", [True, False])
-def test_what_the_one_has_taken_the_other_extends_and_frees(
-    make: Callable[..., RedisBackend], scripting: bool
-) -> None:
-    one, other = make(scripting=scripting), make(scripting=not scripting)
-    request = one.request(uuid.uuid4().hex, ttl=30, holder=Holder.current("to be seen"))
-
-    grant = one.try_acquire(request, queued=False)
-    assert isinstance(grant, Grant)
-    assert other.try_acquire(request, queued=False) == grant
-    assert other.extend([request]) == [True]
-    busy = other.probe(request)
-    assert busy
-    assert busy.holder == request.holder
-    assert other.release(request) is Release.RELEASED
-    assert one.release(request) is Release.RELEASED
-
-
 def test_what_only_scripts_do_is_refused_in_words(make: Callable[..., RedisBackend]) -> None:
     backend = make(scripting=False)
     request = backend.request(uuid.uuid4().hex, ttl=30, holder=Holder.current())
@@ -462,7 +444,7 @@ def is_clean(link: PoolLink, client: driver.Redis, keys: Keys) -> bool:
     return link.converse(ask(("MULTI",), ("PING",), ("EXEC",)))[0::2] == [b"OK", [b"PONG"]]
 
 
-def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_held(
+def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_extend_and_free_what_is_held(
     make: Callable[..., RedisBackend],
 ) -> None:
     with Redis() as server, server.client() as client:
@@ -483,6 +465,7 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_
             backend.try_acquire(requests[3], queued=False)
         assert isinstance(caught.value.__cause__, OutOfMemoryError)
         assert [backend.probe(request) is None for request in requests] == [False] * 3 + [True]
+        assert backend.extend(requests[:3]) == [True] * 3
         assert backend.release(requests[0]) is Release.RELEASED
         assert backend.revoke_all(requests[1:2]) == [Release.RELEASED]
         (held,) = [held for held in backend.held() if held.key == requests[2].key]
