@@ -171,14 +171,13 @@ def test_many_short_event_loops_leave_nothing(server: Redis, settings: Settings,
 # Crowds.
 
 
-@pytest.mark.parametrize("crowd", ["one lock", "a lock each"])
-async def test_a_hundred_tasks_wait_without_threads_and_are_all_served(
-    server: Redis, settings: Settings, name: str, crowd: str
+async def test_a_hundred_tasks_wait_for_a_lock_each_without_threads_and_are_all_served(
+    server: Redis, settings: Settings, name: str
 ) -> None:
     configure(settings, server, io_timeout=10)  # a machine that is busy may need long for a crowd
     await hold(name)
-    names = [name] * CROWD if crowd == "one lock" else [f"{name}:{i}" for i in range(CROWD)]
-    rivals = [rival(each, ttl=LONG) for each in dict.fromkeys(names)]
+    names = [f"{name}:{number}" for number in range(CROWD)]
+    rivals = [rival(each, ttl=LONG) for each in names]
     assert all(await asyncio.to_thread(lambda: [other.tries() for other in rivals]))
     threads = set(threading.enumerate())
     tasks = [asyncio.create_task(hold(each)) for each in names]
