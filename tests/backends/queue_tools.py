@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django_distlock import Lease, lock, locks
 from django_distlock.engine.values import Grant, Request
 from django_distlock.ground.holder import Holder
+from tests.fixtures.eventually import eventually
 from tests.fixtures.proxy import Proxy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_django.fixtures import Settings
 
@@ -54,6 +57,19 @@ def take(name: str = "x", using: str = "locks", timeout: float = 20) -> None:
     """Wait for the lock, hold it for a moment, and give it back."""
     with lock(name, using=using, timeout=timeout) as lease:
         lease.check()
+
+
+@contextmanager
+def waited_for(
+    stands_there: Callable[[], object], timeout: float = 20
+) -> Iterator[tuple[Future[None], Callable[[], object]]]:
+    """Have "locks" wait for the lock "x", which "elsewhere" holds; give the wait, and what releases the lock."""
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, timeout=timeout)
+        eventually(stands_there)
+        yield waiting, partial(locks["elsewhere"].release, holder)
 
 
 def set_options(settings: Settings, **options: Any) -> None:

@@ -30,7 +30,7 @@ from .etcd_tools import (
     noted,
     watched,
 )
-from .queue_tools import Counter, proxied, rival, set_options, stands, take
+from .queue_tools import Counter, proxied, rival, set_options, stands, take, waited_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,23 +93,6 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
 # The line.
 
 
-def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
-    holder, waiter, other = rival("x"), rival("x"), rival("y")
-    assert stands(holder)
-    assert stands(other)
-    assert stands(rival("y")) is None  # so that the watch runs
-    assert stands(waiter) is None
-    [node] = [each for each in nodes() if each.request is waiter]
-    awaited, seen = list(node.watched), node.number
-    backend().release(holder)
-    eventually(lambda: not node.watched)
-
-    backend()._server.watcher.add(node, awaited, seen)
-
-    assert not node.watched
-    assert not backend()._verbs.may_sleep(waiter, Counter())
-
-
 def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaited() -> None:
     assert stands(rival("y"))
     assert stands(rival("y")) is None  # so that the watch runs
@@ -126,14 +109,14 @@ def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaite
     assert stands(waiter) is None
 
 
-def test_the_deletion_of_a_key_that_was_deleted_before_is_not_forgotten_too_early(
+def test_a_deletion_between_the_look_and_the_watch_is_not_missed_nor_forgotten_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("django_distlock.backends.etcd.watcher.REMEMBERED", 2)
     holder, waiter = rival("x"), rival("x")
     assert stands(rival("y"))
     assert stands(rival("y")) is None  # so that the watch runs
-    for name in ("x", "a"):
+    for name in ("x", "a"):  # a key of the same name was deleted before
         _give_back(name)
     assert stands(holder)
     assert stands(waiter) is None
@@ -141,11 +124,14 @@ def test_the_deletion_of_a_key_that_was_deleted_before_is_not_forgotten_too_earl
     awaited, seen = list(node.watched), node.number
     backend().release(holder)
     eventually(lambda: not node.watched)
-    for name in ("b", "c"):
-        _give_back(name)
 
     backend()._server.watcher.add(node, awaited, seen)
+    assert not node.watched
+    assert not backend()._verbs.may_sleep(waiter, Counter())
 
+    for name in ("b", "c"):
+        _give_back(name)
+    backend()._server.watcher.add(node, awaited, seen)
     assert not node.watched
 
 
@@ -294,14 +280,10 @@ def test_a_waiter_is_served_though_what_it_watches_was_compacted(
     """Where nothing has changed since, etcd before 3.4.31 and 3.5.13 does not say that the deletion is forgotten."""
     monkeypatch.setattr("django_distlock.backends.etcd.gateway.SILENCE", 0.3)
     monkeypatch.setattr("django_distlock.backends.etcd.watcher.SHORT", 0.3)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, "x", timeout=60)
+    with waited_for(watched, timeout=60) as (waiting, release):
         eventually(lambda: backend()._server.watcher._watch)
-        eventually(watched)
         proxy.cut()
-        backend("elsewhere").release(holder)
+        release()
         _compact(member, is_quiet=is_quiet)
 
         proxy.pass_through()
@@ -322,18 +304,14 @@ def _compact(member: EtcdMember, *, is_quiet: bool = False) -> int:
 def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
     proxy: Proxy, member: EtcdMember
 ) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, "x")
-        eventually(watched)
+    with waited_for(watched) as (waiting, release):
         proxy.cut()
         revision = _compact(member)
         proxy.pass_through()
         eventually(lambda: backend()._server.watcher._position == revision)
         never(waiting.done, 0.5)  # it has looked again by then
 
-        backend("elsewhere").release(holder)
+        release()
 
         waiting.result(SILENCE / 2)
 

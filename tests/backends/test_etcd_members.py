@@ -17,7 +17,7 @@ from tests.fixtures.http_gateway import Balancer, canceled, error, page, silent
 from tests.fixtures.proxy import Proxy
 
 from .etcd_tools import aliases, backend, encoded, keys, log_in, noted
-from .queue_tools import held, proxied, rival, set_options, stands, take
+from .queue_tools import held, proxied, set_options, take, waited_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,16 +176,13 @@ def test_a_watch_that_fails_makes_no_storm_and_its_waiters_look_themselves(
 ) -> None:
     with Balancer(etcd.members[0].port, watch=answer) as balancer:
         set_options(settings, endpoints=[balancer.endpoint])
-        holder = rival("x", "elsewhere")
-        assert stands(holder, "elsewhere")
-        with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(take, timeout=60)
+        with waited_for(lambda: balancer.asked, timeout=60) as (waiting, release):
             eventually(lambda: balancer.asked.count("/v3/watch") > 4, 30)
 
             # Two watches, each four times a second.
             never(lambda: balancer.asked.count("/v3/watch") > 40, 1.5)
 
-            backend("elsewhere").release(holder)
+            release()
             waiting.result(40)
         locks.close()
 

@@ -24,7 +24,7 @@ from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
 from .etcd_tools import aliases, backend, expire, line, watched
-from .queue_tools import held, proxied, rival, set_options, stands, take
+from .queue_tools import held, proxied, set_options, take, waited_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,20 +68,13 @@ def test_tls(
     with Proxy(etcd.members[0].port, tls=tls) as proxy:
         endpoint = {"endpoints": f"https://127.0.0.1:{proxy.port}"}
         trusting = aliases(etcd, namespace, **endpoint, ca_cert=file, **own)
-        settings.DISTLOCK = {
-            **trusting,
-            "elsewhere": aliases(etcd, namespace, **endpoint)["locks"],
-        }
+        settings.DISTLOCK = {**trusting, "doubting": aliases(etcd, namespace, **endpoint)["locks"]}
 
-        holder = rival("x")
-        assert stands(holder)
-        with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(take)
-            eventually(watched)
-            backend().release(holder)
+        with waited_for(watched) as (waiting, release):
+            release()
             waiting.result(20)
         with pytest.raises(LockBackendError, match="SSLCertVerificationError"):
-            take(using="elsewhere", timeout=0)
+            take(using="doubting", timeout=0)
         locks.close()
 
 
@@ -90,13 +83,9 @@ def test_a_waiter_is_woken_though_its_watch_is_a_black_hole(
 ) -> None:
     for module in ("gateway", "watcher"):
         monkeypatch.setattr(f"django_distlock.backends.etcd.{module}.SILENCE", 0.5)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take)
-        eventually(watched)
+    with waited_for(watched) as (waiting, release):
         proxy.black_hole()
-        backend("elsewhere").release(holder)
+        release()
         never(waiting.done, 0.3)
 
         proxy.pass_through()

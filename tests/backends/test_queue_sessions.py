@@ -6,7 +6,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,12 +29,10 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
 from . import etcd_tools, zookeeper_tools
-from .queue_tools import Counter, held, proxied, rival, set_options, stands, take
+from .queue_tools import Counter, held, proxied, rival, set_options, stands, take, waited_for
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
-
-    from django_distlock.backends.queue.nodes import Node
 
 Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the servers have freed what they held.
@@ -49,54 +47,34 @@ class Side:
 
     servers: Ensemble | Cluster
     settings: Settings
-    #: Returns the setting DISTLOCK for OPTIONS.
-    aliases: Callable[..., dict[str, Any]]
+    #: etcd_tools, or zookeeper_tools, which has functions of the same names.
+    tools: Any
+    #: The root or namespace of the locks.
+    place: str
     #: The option with the addresses of the servers.
     addresses: str
-    #: Returns the server's own numbers of those who hold a lock or wait for it, and where tokens begin.
-    numbers: Callable[[str], tuple[list[int], int]]
-    #: Returns what the waiters of an alias wait for.
-    watched: Callable[..., set[str]]
-    #: Returns what this process has in all lines.
-    nodes: Callable[[], Sequence[Node]]
-    #: Has an operator delete one of them on the server.
-    delete: Callable[[Any], None]
-    #: Has the servers end the session of "locks".
-    expire: Callable[[], None]
 
     @classmethod
     def of(cls, servers: Ensemble | Cluster, request: pytest.FixtureRequest) -> Side:
         """Return that of *servers*."""
-        settings = request.getfixturevalue("settings")
+        fixture = request.getfixturevalue
         if isinstance(servers, Ensemble):
-            root = request.getfixturevalue("root")
-            return cls(
-                servers,
-                settings,
-                partial(zookeeper_tools.aliases, servers, root),
-                "hosts",
-                partial(zookeeper_tools.numbers, servers, root),
-                zookeeper_tools.watched,
-                zookeeper_tools.nodes,
-                partial(zookeeper_tools.delete, servers),
-                zookeeper_tools.expire,
-            )
-        namespace = request.getfixturevalue("namespace")
-        return cls(
-            servers,
-            settings,
-            partial(etcd_tools.aliases, servers, namespace),
-            "endpoints",
-            partial(etcd_tools.numbers, servers, namespace),
-            etcd_tools.watched,
-            etcd_tools.nodes,
-            partial(etcd_tools.delete, servers),
-            partial(etcd_tools.expire, servers),
-        )
+            return cls(servers, fixture("settings"), zookeeper_tools, fixture("root"), "hosts")
+        return cls(servers, fixture("settings"), etcd_tools, fixture("namespace"), "endpoints")
+
+    def aliases(self, **options: Any) -> dict[str, Any]:
+        """Return the setting DISTLOCK for these OPTIONS."""
+        aliases: dict[str, Any] = self.tools.aliases(self.servers, self.place, **options)
+        return aliases
 
     def configure(self, **options: Any) -> None:
         """Make the aliases, which have not been used, with these OPTIONS."""
         self.settings.DISTLOCK = self.aliases(**{"session_timeout": SESSION, **options})
+
+    def numbers(self, name: str) -> tuple[list[int], int]:
+        """Return the server's own numbers of those who hold a lock or wait for it, and where tokens begin."""
+        found: tuple[list[int], int] = self.tools.numbers(self.servers, self.place, name)
+        return found
 
     def length(self, name: str) -> int:
         """Return how many hold the lock *name* or wait for it."""
@@ -154,7 +132,7 @@ def test_each_waiter_is_rung_by_the_one_before_it_alone(line: Side) -> None:
     for waiter, bell in zip(waiters, bells, strict=True):
         assert stands(waiter) is None
         assert _verbs().may_sleep(waiter, bell)
-    assert WAITERS <= len(line.watched()) <= WAITERS + 1  # etcd's have their own keys watched, too
+    assert WAITERS <= len(line.tools.watched()) <= WAITERS + 1  # etcd's watch their own keys, too
 
     tokens = []
     for waiter, bell in zip(waiters, bells, strict=True):
@@ -215,8 +193,8 @@ def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
 def test_a_renewal_beside_a_release_takes_no_lock_for_lost(line: Side) -> None:
     holder = rival("x")
     assert stands(holder)
-    [node] = line.nodes()
-    line.delete(node)
+    [node] = line.tools.nodes()
+    line.tools.delete(line.servers, node)
 
     node.is_ending = True
     assert locks["locks"].extend([holder]) == [True]
@@ -225,30 +203,21 @@ def test_a_renewal_beside_a_release_takes_no_lock_for_lost(line: Side) -> None:
 
 
 def test_a_waiter_whose_session_has_ended_stands_in_line_again(line: Side) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take)
-        eventually(line.watched)
-
-        line.expire()
+    with waited_for(line.tools.watched) as (waiting, release):
+        line.tools.expire(line.servers)
         never(waiting.done, 0.3)
         eventually(lambda: [each.waiters for each in locks["elsewhere"].held()] == [1], 20)
-        locks["elsewhere"].release(holder)
+        release()
 
         waiting.result(10)
 
 
 def test_a_waiter_that_an_operator_has_deleted_is_served_all_the_same(line: Side) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take)
-        eventually(line.watched)
-        [node] = line.nodes()
-        line.delete(node)
+    with waited_for(line.tools.watched) as (waiting, release):
+        [node] = line.tools.nodes()
+        line.tools.delete(line.servers, node)
 
-        locks["elsewhere"].release(holder)
+        release()
 
         waiting.result(10)
 
@@ -261,7 +230,7 @@ def test_the_end_of_a_session_is_told_before_a_renewal_and_the_next_lock_has_a_n
     if isinstance(side.servers, Cluster):
         eventually(lambda: etcd_tools.backend()._session._follower._watch)
 
-    side.expire()
+    side.tools.expire(side.servers)
 
     [reason] = eventually(lambda: told)
     assert "session" in reason
@@ -324,13 +293,8 @@ def test_a_waiter_that_no_watch_tells_looks_for_itself(
 ) -> None:
     for path in ("zookeeper.nodes.ZooKeeperServer.changed", "etcd.watcher.KeyWatcher._note"):
         monkeypatch.setattr(f"django_distlock.backends.{path}", lambda *_: None)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=40)
-        eventually(side.watched)
-
-        locks["elsewhere"].release(holder)
+    with waited_for(side.tools.watched, timeout=40) as (waiting, release):
+        release()
 
         waiting.result(20)
 
@@ -388,16 +352,11 @@ def test_a_server_that_hangs_is_an_error_and_soon(side: Side, proxy: Proxy, way:
 
 
 def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take)
-        eventually(side.watched)
-
+    with waited_for(side.tools.watched) as (waiting, release):
         proxy.cut()
         never(waiting.done, 0.3)
         proxy.pass_through()
-        locks["elsewhere"].release(holder)
+        release()
 
         waiting.result(20)
 
@@ -412,7 +371,7 @@ def test_a_holder_that_ends_well_is_followed_at_once(side: Side, act: Start) -> 
 
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, using="elsewhere")
-        eventually(lambda: side.watched("elsewhere"))
+        eventually(lambda: side.tools.watched("elsewhere"))
         holder.tell("leave")
         waiting.result(20)
 
@@ -570,4 +529,4 @@ def test_tokens_rise_across_a_restart_of_all_servers(frail: Side) -> None:
         tokens.append(lease.fencing_token or 0)
 
     assert tokens == sorted(set(tokens))
-    assert len(frail.nodes()) <= 1
+    assert len(frail.tools.nodes()) <= 1

@@ -23,7 +23,7 @@ from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
-from .queue_tools import held, proxied, rival, set_options, stands, take
+from .queue_tools import held, proxied, rival, set_options, stands, take, waited_for
 from .zookeeper_tools import (
     aliases,
     backend,
@@ -155,16 +155,12 @@ def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
 ) -> None:
     patient = replace(ZooKeeperBackend.waiting, look_again=3600.0)
     monkeypatch.setattr(ZooKeeperBackend, "waiting", patient)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=20)
-        eventually(lambda: any(node.busy for node in nodes()))
+    with waited_for(lambda: any(node.busy for node in nodes())) as (waiting, release):
         proxy.cut()
         eventually(lambda: not watched())
         proxy.pass_through()
         eventually(watched)
-        backend("elsewhere").release(holder)
+        release()
 
         waiting.result(10)
 

@@ -68,10 +68,10 @@ def nodes(alias: str = "locks") -> list[ZooKeeperNode]:
     return list(backend(alias)._verbs.nodes.values())
 
 
-def expire(alias: str = "locks") -> None:
+def expire(ensemble: Ensemble, alias: str = "locks") -> None:
     """Have the ensemble end the session of *alias*: whoever knows its secret may close it."""
     mine = eventually(lambda: backend(alias)._session.client)
-    twin = KazooClient(backend(alias).options.hosts, client_id=mine.client_id)
+    twin = KazooClient(ensemble.hosts, client_id=mine.client_id)
     twin.start()
     twin.stop()
     twin.close()
