@@ -241,17 +241,6 @@ def test_a_late_deletion_does_not_free_who_has_the_key_now(
         lease.check()
 
 
-def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) -> None:
-    with lock("x", using="locks"):
-        pass
-    proxy.swallow()
-
-    with lock("x", using="locks", timeout=0) as lease:
-        proxy.swallow()
-        lease.extend()
-        proxy.swallow()
-
-
 # The session.
 
 
