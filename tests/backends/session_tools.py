@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections
@@ -15,6 +15,9 @@ from django_distlock.backends.session.backend import SessionBackend
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import apart
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
 KINDS = {
     "rowlock": "django_distlock.backends.rowlock.RowLockBackend",
@@ -76,6 +79,12 @@ def end_session(database: str, number: int) -> None:
     else:
         with connections[database].cursor() as cursor:
             cursor.execute("KILL %s", [number])
+
+
+def end_session_of(connection: BaseDatabaseWrapper) -> None:
+    """End the session of *connection*, which is this thread's and is not told."""
+    [(number,)] = ask(connection.alias, NUMBER[connection.alias])
+    apart(connection.alias, partial(end_session, connection.alias, number))
 
 
 def session_number(owner: str, alias: str = "locks") -> int:

@@ -18,7 +18,6 @@ from django.db import OperationalError, connections, transaction
 
 from django_distlock import (
     LockBackendError,
-    LockError,
     LockOutcomeUnknown,
     lock,
     locks,
@@ -33,14 +32,14 @@ from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import backend
-from tests.contract.crew import start
+from tests.contract.crew import start, take_and_release, together
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, never
 
-from .session_tools import NUMBER
+from .session_tools import NUMBER, end_session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from datetime import datetime
 
     from pytest_django.fixtures import Settings
@@ -445,26 +444,9 @@ def test_first_comers_of_unknown_names_meet_no_error(
     sites = [f"site{number}" for number in range(8)]
     options = {"using": server_database, "io_timeout": 10.0}
     settings.DISTLOCK = {site: {"OPTIONS": options} for site in sites}
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(sites))
 
-    def work(site: str) -> None:
-        try:
-            for turn in range(20):
-                barrier.wait(30)
-                with lock(f"{name}:{turn}", using=site, timeout=30):
-                    pass
-        except (LockError, threading.BrokenBarrierError) as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=work, args=[site]) for site in sites]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert errors == []
+    for turn in range(20):
+        together(*(partial(take_and_release, site, f"{name}:{turn}") for site in sites))
 
 
 def test_of_those_that_waited_for_a_row_one_has_the_lock_and_for_its_full_ttl(
@@ -531,20 +513,10 @@ def test_an_acquire_interrupted_at_its_grant_reserves_nothing_by_min_hold(
     eventually(lambda: not lock(name, using=database).locked(), 10)
 
 
-@pytest.mark.parametrize(
-    "using",
-    [
-        "default",
-        pytest.param("postgres", marks=pytest.mark.server),
-        pytest.param("mariadb", marks=pytest.mark.server),
-    ],
-)
 def test_waiter_that_looks_now_and_then_keeps_its_place(
-    request: pytest.FixtureRequest, using: str, name: str, settings: Settings
+    database: str, name: str, settings: Settings
 ) -> None:
-    if using != "default":
-        request.getfixturevalue(using)
-    options = {"using": using, "fair": True, "listen": False, "io_timeout": 10.0}
+    options = {"using": database, "fair": True, "listen": False, "io_timeout": 10.0}
     settings.DISTLOCK = {"default": {"OPTIONS": options}}
     locked = locks["default"]
     holder, first, late = (locked.request(name, ttl=60, holder=Holder.current()) for _ in range(3))
@@ -561,39 +533,20 @@ def test_waiter_that_looks_now_and_then_keeps_its_place(
     locked.release(late)
 
 
-@pytest.fixture
-def dead_connection(
-    server_database: str, server: PostgreSQL | MariaDB
-) -> Iterator[Callable[[], None]]:
-    """End the session of the caller's own connection, which does not know of it."""
-    connection = connections[server_database]
-    connection.ensure_connection()
-
-    def end() -> None:
-        driver = connection.connection
-        with server.admin() as admin, admin.cursor() as cursor:
-            if connection.vendor == "postgresql":
-                cursor.execute(f"SELECT pg_terminate_backend({driver.info.backend_pid})")
-            else:
-                cursor.execute(f"KILL {driver.thread_id()}")
-
-    yield end
-    connection.close()
-
-
 def test_a_dead_connection_of_the_caller_is_not_used_to_look_or_to_free(
-    server_database: str, name: str, dead_connection: Callable[[], None]
+    server_database: str, name: str
 ) -> None:
     locked = locks[server_database]
     request = locked.request(name, ttl=60, holder=Holder.current())
     locked.try_acquire(request, queued=False)
-    dead_connection()
+    end_session_of(connections[server_database])
 
     assert lock(name, using=server_database).locked()
     [held] = [each for each in locked.held() if each.name == name]
     assert list(locked.purge(86_400, dry_run=True))
     assert locked.force_release(held.key, held.owner_digest)
     assert not lock(name, using=server_database).locked()
+    connections[server_database].close()
 
 
 def test_a_forced_release_survives_the_rollback_of_its_caller(

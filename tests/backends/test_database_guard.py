@@ -21,10 +21,9 @@ from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS, apart, backend
 from tests.fixtures.eventually import eventually, in_time
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .session_tools import ask
 
-    from django.db.backends.base.base import BaseDatabaseWrapper
+if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
     from django_distlock.engine.values import Request
@@ -117,11 +116,7 @@ def test_stale_holder_is_refused(database: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_guard_refuses_a_snapshot_that_is_older_than_the_lock(
-    database: str,
-    name: str,
-    another: Callable[[str], BaseDatabaseWrapper],
-) -> None:
+def test_guard_refuses_a_snapshot_that_is_older_than_the_lock(database: str, name: str) -> None:
     connection = connections[database]
     with lock(name, using=database):
         pass
@@ -148,21 +143,6 @@ def begin_snapshot(cursor: object, database: str) -> None:
 
 
 # The caller may look for its tables elsewhere: another tenant's schema, with tables of the same names.
-
-
-def is_guarded(alias: str, key: str, schema: str = "") -> bool:
-    """Return whether another thread, which looks where the locks are, cannot write the token."""
-
-    def look() -> bool:
-        with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-            cursor.execute(
-                f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %s FOR UPDATE SKIP LOCKED",
-                [key],
-            )
-            return cursor.fetchone() is None
-
-    [is_locked] = apart(alias, look)
-    return is_locked
 
 
 @pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
@@ -222,13 +202,19 @@ def test_guard_by_a_user_that_may_not_use_the_tables_is_not_supported(
 def test_guard_of_the_outer_block_outlives_a_savepoint_that_is_rolled_back(
     database: str, name: str
 ) -> None:
+    token = f"SELECT value FROM {COUNTER} WHERE method_name = %s FOR UPDATE SKIP LOCKED"
+
+    def free_tokens() -> list[tuple[int]]:
+        with transaction.atomic(using=database):
+            return ask(database, token, lease.request.key)
+
     with lock(name, using=database) as lease, transaction.atomic(using=database):
         lease.guard(using=database)
         with transaction.atomic(using=database):
             lease.guard(using=database)
             transaction.set_rollback(True, using=database)
 
-        assert is_guarded(database, lease.request.key)
+        assert apart(database, free_tokens) == [[]]
 
 
 def test_guards_of_one_thread_and_acquires_of_others_never_deadlock(

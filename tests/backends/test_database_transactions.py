@@ -28,7 +28,7 @@ from testproject.models import Account
 from tests.backends.conftest import apart, isolated
 from tests.fixtures.eventually import never
 
-from .session_tools import NUMBER, end_session
+from .session_tools import end_session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,7 +279,7 @@ def lose_connection(alias: str, name: str) -> None:
     connection = connections[alias]
     with pytest.raises((DatabaseError, InterfaceError)), transaction.atomic(using=alias):
         take_until_commit(alias, name)
-        kill_session(connection)
+        end_session_of(connection)
         Account.objects.using(alias).count()
     connection.close()
 
@@ -290,7 +290,7 @@ def lose_connection_after_commit(alias: str, name: str) -> None:
 
     def commit_and_die() -> None:
         before()
-        kill_session(connection)
+        end_session_of(connection)
 
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -308,13 +308,6 @@ def take_until_commit(alias: str, name: str) -> None:
     with lock(name, using=alias):
         Account.objects.using(alias).count()
     assert ask_elsewhere(alias, name)
-
-
-def kill_session(connection: BaseDatabaseWrapper) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(NUMBER[connection.alias])
-        (number,) = cursor.fetchone()
-    apart(connection.alias, partial(end_session, connection.alias, number))
 
 
 ENDINGS = [
