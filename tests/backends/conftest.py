@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from django_distlock import Lease
     from tests.fixtures.etcd import Cluster
+    from tests.fixtures.servers import Server
 
 _T = TypeVar("_T")
 SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
@@ -166,6 +167,18 @@ def wanderer(request: pytest.FixtureRequest) -> Iterator[str]:
     connection.close()
     run(leave)
     admin.close()
+
+
+@contextmanager
+def paused(*servers: Server) -> Iterator[None]:
+    """Have *servers* answer nobody during the block."""
+    for server in servers:
+        server.pause()
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.resume()
 
 
 def backend(alias: str) -> DatabaseBackend:

@@ -31,7 +31,7 @@ from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from tests.backends.conftest import backend
+from tests.backends.conftest import backend, paused
 from tests.contract.crew import start, take_and_release, together
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, never
@@ -129,14 +129,11 @@ def test_frozen_server_is_an_error_in_time_and_what_it_granted_is_given_back(
 ) -> None:
     with lock(name, using=server_database):
         pass
-    server.pause()
-    began = time.monotonic()
-    try:
+    with paused(server):
+        began = time.monotonic()
         with pytest.raises(LockBackendError):
             lock(name, using=server_database, timeout=0, ttl=60).acquire()
         assert time.monotonic() - began < 10
-    finally:
-        server.resume()
 
     eventually(lambda: not lock(name, using=server_database).locked(), 15)
     with lock(name, using=server_database, timeout=5):
@@ -371,12 +368,9 @@ def test_server_that_hangs_while_requests_are_given_up_ends_their_sessions_later
     with postgres.admin() as admin, standby_away(postgres):
         with pytest.raises(LockBackendError):
             lock(name, using="away", timeout=0, ttl=5).acquire()
-        postgres.pause()
-        try:
+        with paused(postgres):
             may_cancel.set()
             never(lambda: "distlock-cancel" not in {each.name for each in threading.enumerate()}, 1)
-        finally:
-            postgres.resume()
 
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
 

@@ -9,10 +9,9 @@ import pytest
 from django.db import connections, transaction
 from django.db.models import Count
 
-from django_distlock import LockLost, NotSupported, StaleFencingToken, lock
+from django_distlock import NotSupported, StaleFencingToken, lock
 from testproject.models import Account
 from tests.backends.conftest import SERVERS
-from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,18 +118,6 @@ def test_new_row_is_born_with_the_fence_of_its_holder(database: str, name: str) 
     born.refresh_from_db()
     assert born.fence == lease.fencing_token
     born.delete()
-
-
-def test_lost_lease_touches_nothing(database: str, name: str, account: Account) -> None:
-    lease = lock(name, using=database, ttl=0.1, renew=False).acquire()
-    assert lease is not None
-    eventually(lambda: lease.lost, 5)
-
-    for write in (lease.claim, lease.save):
-        with pytest.raises(LockLost):
-            write(account)
-    with pytest.raises(LockLost):
-        lease.update(Account.objects.using(database).all(), balance=0)
 
 
 def test_backend_without_tokens_says_so(settings: pytest.FixtureRequest, name: str) -> None:

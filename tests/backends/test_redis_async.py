@@ -19,6 +19,7 @@ from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 
+from .conftest import paused
 from .redis_tools import (
     LONG,
     alias,
@@ -120,14 +121,11 @@ async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
 ) -> None:
     configure(settings, server, io_timeout=1.5)
     await hold(name)
-    server.pause()
-    try:
+    with paused(server):
         # The idle connection, and as many rounds to connect as an event loop that is held up makes necessary.
         async with asyncio.timeout(1.5 + ROUNDS * (0.25 + 1.5) + 2):
             with pytest.raises(LockBackendError):
                 await lock(name, ttl=LONG, timeout=0).aacquire()
-    finally:
-        server.resume()
 
     await aeventually(lambda: not left_behind(server), 5)
     await asyncio.sleep(0.2)  # whatever comes late has come

@@ -37,6 +37,7 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 from tests.fixtures.redis_servers import cluster_node, make_cluster
 
+from .conftest import paused
 from .redis_tools import (
     BACKEND,
     DATABASE,
@@ -420,12 +421,8 @@ def test_scripts_that_the_server_forgot_are_told_again(direct: Redis, name: str)
 def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(direct: Redis, name: str) -> None:
     def ask() -> None:
         warm_up()
-        direct.pause()
-        try:
-            with pytest.raises(LockBackendError):
-                lock(name, ttl=LONG, timeout=0).acquire()
-        finally:
-            direct.resume()
+        with paused(direct), pytest.raises(LockBackendError):
+            lock(name, ttl=LONG, timeout=0).acquire()
 
     # Its connection had been idle, and might have died: it is asked twice.
     in_time(ask, 1.9, 2.5)
@@ -439,25 +436,19 @@ def test_a_frozen_server_is_an_error_in_time_though_signals_interrupt_the_wait(
 ) -> None:
     """As those of a profiler do."""
     warm_up()
-    direct.pause()
-    try:
+    with paused(direct):
         began = time.monotonic()
         with interrupted_by_signals(0.1, longest=6.0), pytest.raises(LockBackendError):
             lock(name, timeout=0).acquire()
         assert time.monotonic() - began < 4
-    finally:
-        direct.resume()
 
 
 def test_to_wait_at_a_frozen_server_ends_with_its_error(direct: Redis, name: str) -> None:
     holder = rival(name, ttl=LONG)
     holder.takes()
     waiter = wait_for(direct, name, timeout=3)
-    direct.pause()
-    try:
+    with paused(direct):
         assert isinstance(waiter.exception(10), LockBackendError)
-    finally:
-        direct.resume()
 
     eventually(lambda: not waiters(direct, name), 5)
     holder.leaves()

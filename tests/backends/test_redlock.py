@@ -126,13 +126,19 @@ def _record(name: str) -> str:
     return f"distlock:{{redlock||{name}}}"
 
 
+def _clients(servers: list[Redis]) -> Iterator[Any]:
+    """Give a client of each server, which is closed after it."""
+    for server in servers:
+        with server.client() as client:
+            yield client
+
+
 def _voters(servers: list[Redis], name: str) -> int:
     """Return how many of the servers that answer have the lock in somebody's hands."""
     found = 0
-    for server in servers:
-        with server.client() as client:
-            since, lasts, *_ = (client.hget(_record(name), "lease") or "0 0").split()
-            found += int(since) + int(lasts) > time.time() * 1e6
+    for client in _clients(servers):
+        since, lasts, *_ = (client.hget(_record(name), "lease") or "0 0").split()
+        found += int(since) + int(lasts) > time.time() * 1e6
     return found
 
 
@@ -151,9 +157,8 @@ def _connecting_to(proxies: list[Proxy]) -> list[str]:
 
 
 def _forget(servers: list[Redis]) -> None:
-    for server in servers:
-        with server.client() as client:
-            client.flushall()
+    for client in _clients(servers):
+        client.flushall()
 
 
 def _request(backend: RedlockBackend | RedisBackend, name: str, ttl: float = 20.0) -> Request:
@@ -301,11 +306,7 @@ def test_a_vote_whose_way_back_is_cut_is_given_back_later(
 
 def _noted(servers: list[Redis], name: str) -> int:
     """Return how many of the servers have noted an owner that gave the lock back for good."""
-    found = 0
-    for server in servers:
-        with server.client() as client:
-            found += client.hexists(_record(name), "revoked")
-    return found
+    return sum(client.hexists(_record(name), "revoked") for client in _clients(servers))
 
 
 def test_votes_that_arrive_late_are_given_back(
@@ -579,11 +580,7 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _places(servers: list[Redis], name: str) -> list[int]:
     """Return how many wait at each of the servers."""
-    found = []
-    for server in servers:
-        with server.client() as client:
-            found.append(client.zcard(f"{_record(name)}:q"))
-    return found
+    return [client.zcard(f"{_record(name)}:q") for client in _clients(servers)]
 
 
 def _wait_for(using: str, name: str, timeout: float = 30.0) -> float:
@@ -595,11 +592,10 @@ def _wait_for(using: str, name: str, timeout: float = 30.0) -> float:
 def _made_patient(servers: list[Redis], name: str, waiters: int) -> None:
     """Return once so many waiters stand in all queues, where they are not passed over while they sleep."""
     eventually(lambda: _places(servers, name) == [waiters] * len(servers), what="all are queued")
-    for server in servers:
-        with server.client() as client:
-            known = client.zrange(f"{_record(name)}:q", 0, -1)
-            alive = {waiter: 2e15 for waiter in known if "gone" not in waiter}
-            client.zadd(f"{_record(name)}:a", alive)
+    for client in _clients(servers):
+        known = client.zrange(f"{_record(name)}:q", 0, -1)
+        alive = {waiter: 2e15 for waiter in known if "gone" not in waiter}
+        client.zadd(f"{_record(name)}:a", alive)
 
 
 def _woken_after(
@@ -611,9 +607,8 @@ def _woken_after(
     """
     held = _take(other, name)
     _all_voted(servers, name)
-    for server in servers:
-        with server.client() as client:
-            client.zremrangebyrank(f"{_record(name)}:q", ghosts, -1)
+    for client in _clients(servers):
+        client.zremrangebyrank(f"{_record(name)}:q", ghosts, -1)
     waiter = start(lambda: _wait_for(using, name))
     one_more = ghosts + 1
     _made_patient(servers, name, one_more)
@@ -634,9 +629,8 @@ def test_a_release_wakes_a_waiter_also_after_its_connections_were_cut(
     delays = [_woken_after(servers, alias, name, other) for _ in range(3)]
     assert statistics.median(delays) < 1
 
-    for server in servers:
-        with server.client() as client:
-            client.client_kill_filter(_type="normal", skipme=True)
+    for client in _clients(servers):
+        client.client_kill_filter(_type="normal", skipme=True)
 
     assert _woken_after(servers, alias, name, other) < 5
 
@@ -645,9 +639,8 @@ def test_a_release_wakes_a_waiter_also_after_its_connections_were_cut(
 def test_waiters_whose_process_is_gone_are_passed_over(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:
-    for server in servers:
-        with server.client() as client:
-            client.zadd(f"{_record(name)}:q", {f"xgone{number}": number for number in range(3)})
+    for client in _clients(servers):
+        client.zadd(f"{_record(name)}:q", {f"xgone{number}": number for number in range(3)})
     alias, other = using(**PATIENT), make(**PATIENT)
 
     assert _woken_after(servers, alias, name, other, ghosts=3) < 5
@@ -697,11 +690,10 @@ def test_a_waiter_that_gives_up_leaves_the_queues_and_wakes_the_next_one(
 def test_a_waiter_that_may_not_listen_asks_again(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:
-    for server in servers:
-        with server.client() as client:
-            client.execute_command(
-                "ACL", "SETUSER", "deaf", "reset", "on", ">hush", "~*", "+@all", "-@blocking"
-            )
+    for client in _clients(servers):
+        client.execute_command(
+            "ACL", "SETUSER", "deaf", "reset", "on", ">hush", "~*", "+@all", "-@blocking"
+        )
     urls = [_url(server).replace("//", "//deaf:hush@") for server in servers]
     alias, other = using(urls, **PATIENT), make(urls, **PATIENT)
 
@@ -1023,9 +1015,8 @@ def test_a_listing_goes_to_the_end(
     names = [f"{name}:{number:02}" for number in range(20)]
     for each in names:
         _take(backend, each)
-    for server in servers:  # among more keys than a server looks through at once
-        with server.client() as client:
-            client.mset({f"other:{number}": "" for number in range(3000)})
+    for client in _clients(servers):  # among more keys than a server looks through at once
+        client.mset({f"other:{number}": "" for number in range(3000)})
 
     assert [each.name for each in backend.held() if each.name.startswith(name)] == names
 
@@ -1114,11 +1105,10 @@ def test_checks_find_one_server_named_twice_and_one_that_is_not_durable(
 def test_a_user_without_info_gets_no_lock_and_the_check_says_what_to_grant(
     servers: list[Redis], make: Make, name: str
 ) -> None:
-    for server in servers:
-        with server.client() as client:
-            client.execute_command(
-                "ACL", "SETUSER", "blind", "reset", "on", ">hush", "~*", "+@all", "-@dangerous"
-            )
+    for client in _clients(servers):
+        client.execute_command(
+            "ACL", "SETUSER", "blind", "reset", "on", ">hush", "~*", "+@all", "-@dangerous"
+        )
     urls = [_url(server).replace("//", "//blind:hush@") for server in servers]
     guarded = make(urls, **{**PATIENT, "restart_guard": True})
 

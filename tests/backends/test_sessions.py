@@ -32,7 +32,7 @@ from django_distlock.engine.values import Busy, Grant, Release, Request, digest
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
 from django_distlock.signals import lock_acquired
-from tests.backends.conftest import apart
+from tests.backends.conftest import apart, paused
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
@@ -382,13 +382,10 @@ def test_a_wait_on_a_server_that_hangs_is_an_error_in_time_and_a_lease_is_lost(
     waiting = start(lambda: lock(name, using="site0", timeout=2).acquire())
     eventually(lambda: waiters(database) == 1)
 
-    server.pause()
-    try:
+    with paused(server):
         with pytest.raises(LockBackendError):
             waiting.result(10)
         eventually(lambda: lease.lost)
-    finally:
-        server.resume()
 
     # What the server has not cleaned up yet may still hold it.
     with pytest.raises((LockLost, LockNotOwned)):

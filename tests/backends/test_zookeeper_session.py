@@ -23,6 +23,7 @@ from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
+from .conftest import paused
 from .queue_tools import held, proxied, rival, set_options, stands, take, waited_for
 from .zookeeper_tools import (
     aliases,
@@ -240,16 +241,10 @@ def test_a_leader_that_nobody_follows_any_more_confirms_no_lease(
     leader = frail.leader
     set_options(settings, hosts=f"127.0.0.1:{leader.port}")
     lease, _ = held()
-    followers = [each for each in frail.members if each is not leader]
-    for each in followers:
-        each.pause()
-    try:
+    with paused(*(each for each in frail.members if each is not leader)):
         with pytest.raises(LockBackendError):
             lease.extend()
         assert leader.is_leader
-    finally:
-        for each in followers:
-            each.resume()
 
 
 def _server_of(alias: str, ensemble: Ensemble) -> Member:
