@@ -82,11 +82,9 @@ def holders(settings: Settings, name: str) -> Iterator[tuple[Lease, Lease]]:
 
 
 @pytest.fixture
-def etcd_aliases(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
+def etcd_aliases(etcd: Cluster, namespace: str, settings: Settings) -> None:
     """The aliases "locks" and "elsewhere", in a namespace of their own."""
     settings.DISTLOCK = aliases(etcd, namespace)
-    yield
-    locks.close()
 
 
 @pytest.fixture

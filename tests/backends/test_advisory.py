@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import LockBackendError, NotSupported, lock, locks
+from django_distlock import LockBackendError, NotSupported, lock
 from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS
@@ -26,21 +25,19 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(params=SERVERS)
-def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+def database(request: pytest.FixtureRequest, settings: Settings) -> str:
     """Each server, with its advisory locks as the alias "locks"."""
     request.getfixturevalue(request.param)
     settings.DISTLOCK = aliases(request.param, "advisory", io_timeout=10.0)
-    yield request.param
-    locks.close()
+    return str(request.param)
 
 
 @pytest.fixture(params=SERVERS)
-def bare(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+def bare(request: pytest.FixtureRequest, settings: Settings) -> str:
     """Each server, without fencing."""
     request.getfixturevalue(request.param)
     settings.DISTLOCK = aliases(request.param, "advisory", fencing=False)
-    yield request.param
-    locks.close()
+    return str(request.param)
 
 
 @pytest.mark.timeout(180)
@@ -87,7 +84,6 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
         with pytest.raises(LockBackendError, match=r"^DISTLOCK\['site0'\].*GET_LOCK failed"):
             backend("site0").wait_for(request, 30)
         ended.result()
-    locks.close()
 
 
 @pytest.mark.server
@@ -106,7 +102,6 @@ def test_who_waits_keeps_nobody_from_changing_the_table_of_the_tokens(
     lease = waiting.result(20)
     assert lease
     lease.release()
-    locks.close()
 
 
 def test_locks_of_other_applications_on_the_same_server_are_others(

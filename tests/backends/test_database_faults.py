@@ -318,19 +318,17 @@ def test_every_write_of_a_lease_waits_for_the_standby_though_the_role_does_not(
         for request in (held, heir, other):
             settled(partial(locked.release, request))
     connections[way].close()
-    locks.close()
 
 
 @pytest.fixture(
     params=["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
 )
-def few(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+def few(request: pytest.FixtureRequest, settings: Settings) -> str:
     """Each kind of backend on PostgreSQL, with few connections, as the alias "away"."""
     options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
     backend = f"django_distlock.backends.{request.param}"
     settings.DISTLOCK = {"away": {"BACKEND": backend, "OPTIONS": options}}
-    yield request.param
-    locks.close()
+    return str(request.param)
 
 
 @pytest.fixture

@@ -42,11 +42,9 @@ SESSION = 4.0
 
 
 @pytest.fixture
-def alias(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
+def alias(etcd: Cluster, namespace: str, settings: Settings) -> None:
     """The aliases "locks" and "elsewhere", in a namespace of their own."""
     settings.DISTLOCK = aliases(etcd, namespace, session_timeout=SESSION)
-    yield
-    locks.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import LockBackendError, lock, locks, transaction_lock
+from django_distlock import LockBackendError, lock, transaction_lock
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.session.mysql import MODES, ONE_PRIMARY, must_know_all_locks
 from django_distlock.checks import check_servers
@@ -53,7 +53,6 @@ def test_locks_of_a_node_are_refused_at_first_use_and_by_check(
     assert "Galera" in message.msg
     assert message.hint is not None
     assert message.hint.startswith("Use leases: DatabaseBackend")
-    locks.close()
 
 
 def test_a_member_of_group_replication_is_refused_if_there_are_several_primaries(
@@ -85,4 +84,3 @@ def test_leases_work_there(settings: Settings, name: str) -> None:
         assert not lock(name, using="leases", timeout=0, reentrant=False).acquire()
 
     assert check_servers(databases=["galera"]) == []
-    locks.close()

@@ -45,14 +45,13 @@ PATIENT = {"io_timeout": 5.0, "connect_timeout": 2.0}
 
 
 @pytest.fixture
-def both(settings: Settings, memcached: Memcached) -> Iterator[tuple[str, ...]]:
+def both(settings: Settings, memcached: Memcached) -> tuple[str, ...]:
     """An alias for each client, on one server: tests that take seconds try them at once."""
     by_cache = "django_distlock.backends.cache.CacheBackend"
     settings.DISTLOCK = {
         using: {"BACKEND": by_cache, "OPTIONS": {"cache": using, **PATIENT}} for using in BOTH
     }
-    yield BOTH
-    locks.close()
+    return BOTH
 
 
 @pytest.fixture
@@ -90,7 +89,6 @@ def test_a_url_needs_no_alias_in_caches(
         assert lock(name, using="two", timeout=0, reentrant=False).acquire() is None
     assert locks["one"].check() == []
     assert not lock(name, using="two").locked()
-    locks.close()
 
 
 def test_tls(server: Memcached, settings: Settings, certificate: Path, name: str) -> None:
@@ -243,7 +241,6 @@ def test_a_flush_is_told_at_the_next_renewal(
     assert "not ours any more" in reasons[0]
     with pytest.raises(LockLost):
         lease.release()
-    locks.close()
 
 
 def test_a_full_server_that_may_evict_nothing_refuses_locks_and_renewals_in_words(
@@ -366,7 +363,6 @@ def test_an_uncontended_holding_takes_three_requests_on_one_connection(
     }
     # An add and a cas are sets; the last connection is that of the stats.
     assert counted == {"cmd_get": 10, "cmd_set": 20, "total_connections": 1}
-    locks.close()
 
 
 @pytest.fixture
@@ -422,7 +418,6 @@ def test_a_number_of_before_a_restart_frees_nobody(
 
     assert after.holds
     other.close()
-    locks.close()
 
 
 # The wire.
@@ -475,7 +470,6 @@ def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(
     Rival.of(patient, f"{name}:other").takes(within=8)
     assert holder.holds
     patient.close()
-    locks.close()
 
 
 def test_ctrl_c_in_the_middle_of_a_reply_leaves_no_rest_of_it_to_the_next(

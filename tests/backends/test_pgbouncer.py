@@ -74,7 +74,6 @@ def test_a_lock_in_the_callers_transaction_works(
 
     assert not lock(name, using="locks").locked()
     connections["pgbouncer"].close()
-    locks.close()
 
 
 def test_a_pooler_that_keeps_notifications_is_named_by_check_and_in_the_log(
@@ -96,7 +95,6 @@ def test_a_pooler_that_keeps_notifications_is_named_by_check_and_in_the_log(
     assert message.hint is not None
     assert message.hint.startswith("Set OPTIONS 'listen' to False")
     connections["pgbouncer"].close()
-    locks.close()
 
 
 def test_statement_mode_is_named(postgres: PostgreSQL, settings: Settings, name: str) -> None:
@@ -143,4 +141,3 @@ def test_nothing_that_a_lease_sets_stays_with_the_session(
 
     assert ask("pgbouncer", statement) == before
     connections["pgbouncer"].close()
-    locks.close()

@@ -51,7 +51,7 @@ DATABASE = 7
 
 
 @pytest.fixture
-def configure(settings: Settings) -> Iterator[Configure]:
+def configure(settings: Settings) -> Configure:
     """Makes the alias "default" a Redis at a URL, with OPTIONS."""
 
     def make(server: Redis | str, **options: Any) -> RedisBackend:
@@ -63,8 +63,7 @@ def configure(settings: Settings) -> Iterator[Configure]:
         assert isinstance(backend, RedisBackend)
         return backend
 
-    yield make
-    locks.reset()
+    return make
 
 
 @pytest.fixture
@@ -352,7 +351,6 @@ def test_keys_have_the_prefix_and_the_version_of_the_cache(
     with lock(name), redis.client(2) as client:
         assert client.exists(f"shop[1]:7:distlock:{{{name}}}")
         assert [each.name for each in locks["default"].held()] == [name]
-    locks.reset()
 
 
 WITHOUT_HIREDIS = """
@@ -506,7 +504,6 @@ def test_locks_follow_the_master(redis_sentinel: Replicated, settings: Settings,
     eventually(lambda: _is_busy(name), 10)
     lease.extend()
     lease.release()
-    locks.reset()
 
 
 def _is_busy(name: str) -> bool:

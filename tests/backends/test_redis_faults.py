@@ -76,11 +76,10 @@ def server() -> Iterator[Redis]:
 
 
 @pytest.fixture
-def direct(server: Redis, settings: Settings) -> Iterator[Redis]:
+def direct(server: Redis, settings: Settings) -> Redis:
     """The server behind the alias "default"."""
     configure(settings, server)
-    yield server
-    locks.reset()
+    return server
 
 
 @pytest.fixture
@@ -620,7 +619,6 @@ def test_a_lock_that_no_replica_confirms_is_neither_acquired_nor_attached(
     assert not holders(name)
     assert rival(name).tries()
     eventually(lambda: not holders(detached), SOON, "it is given back")
-    locks.reset()
 
 
 @pytest.mark.parametrize("scripting", [True, False])
@@ -636,7 +634,6 @@ def test_a_holder_at_a_master_that_no_replica_follows_any_more_loses_its_lock(
         lease.extend()
 
     eventually(lambda: lease.lost, 10, "no renewal counts")
-    locks.reset()
 
 
 # Clusters.

@@ -101,7 +101,7 @@ def make(servers: list[Redis]) -> Iterator[Make]:
 
 
 @pytest.fixture
-def using(servers: list[Redis], settings: Settings) -> Iterator[Callable[..., str]]:
+def using(servers: list[Redis], settings: Settings) -> Callable[..., str]:
     """Gives DISTLOCK an alias of these servers, with further OPTIONS, and returns its name."""
 
     def using(urls: list[str] | None = None, **options: Any) -> str:
@@ -109,8 +109,7 @@ def using(servers: list[Redis], settings: Settings) -> Iterator[Callable[..., st
         settings.DISTLOCK = {"redlock": {"BACKEND": REDLOCK, "OPTIONS": named}}
         return "redlock"
 
-    yield using
-    locks.close()
+    return using
 
 
 def _made(urls: list[str], ttl: float = 30.0, **options: Any) -> RedlockBackend:

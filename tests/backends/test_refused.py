@@ -253,4 +253,3 @@ def test_zookeeper_refuses_credentials(zookeeper: Ensemble, root: str, settings:
     assert error == message(error.msg, LOGIN)
     assert error.msg.startswith("DISTLOCK['default'], DISTLOCK['other']: ")
     assert error.msg.endswith(": AuthFailedError.")
-    locks.reset()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import LockBackendError, lock, locks, transaction_lock
+from django_distlock import LockBackendError, lock, transaction_lock
 from django_distlock.checks import check_servers
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
@@ -72,7 +72,6 @@ def test_locks_of_a_replica_are_refused_at_first_use_and_by_check(
     [message] = check_servers(databases=[replica])
     assert message.id == "distlock.E005"
     assert "primary" in (message.hint or "")
-    locks.close()
 
 
 def test_a_lock_in_a_transaction_on_a_replica_is_refused(replica: str, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,11 @@ Another = Callable[[str], "BaseDatabaseWrapper"]
 
 
 @pytest.fixture(params=SERVERS)
-def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+def database(request: pytest.FixtureRequest, settings: Settings) -> str:
     """Each server, with its rows as the alias "locks"."""
     request.getfixturevalue(request.param)
     settings.DISTLOCK = aliases(request.param, "rowlock")
-    yield request.param
-    locks.close()
+    return str(request.param)
 
 
 def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
@@ -65,8 +64,6 @@ def test_a_wait_that_times_out_as_it_is_granted_is_refused_or_a_lock_that_can_be
     settings.DISTLOCK = aliases("postgres", "rowlock", io_timeout=10.0)
 
     assert hunt("postgres", name, HUNT) > 100
-
-    locks.close()
 
 
 def test_a_row_that_was_only_looked_at_is_no_reason_to_refuse_a_single_try(

@@ -74,13 +74,12 @@ INDEXED = "indexed_while_others_wait"
 
 
 @pytest.fixture(params=BOTH)
-def kind(request: pytest.FixtureRequest, settings: Settings) -> Iterator[tuple[str, str]]:
+def kind(request: pytest.FixtureRequest, settings: Settings) -> tuple[str, str]:
     """Each kind of lock on each server, as the alias "locks"."""
     database, of = request.param
     request.getfixturevalue(database)
     settings.DISTLOCK = aliases(database, of)
-    yield database, of
-    locks.close()
+    return database, of
 
 
 @pytest.fixture

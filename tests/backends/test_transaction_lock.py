@@ -450,7 +450,6 @@ def test_a_caller_does_not_wait_for_its_own_transaction_or_row_lock(
                 pass
             with pytest.raises(LockDeadlock, match="would wait for itself"):
                 transaction_lock(name, using=database, timeout=None)
-    locks.close()
 
 
 def test_what_a_transaction_had_before_its_end_is_in_nobody_s_way(

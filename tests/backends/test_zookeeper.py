@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kazoo.exceptions import NoAuthError
 
-from django_distlock import LockBackendError, lock, locks
+from django_distlock import LockBackendError, lock
 from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
 from tests.fixtures.eventually import eventually
 
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def alias(zookeeper: Ensemble, root: str, settings: Settings) -> Iterator[None]:
+def alias(zookeeper: Ensemble, root: str, settings: Settings) -> None:
     """The aliases "locks" and "elsewhere", below a root of their own."""
     settings.DISTLOCK = aliases(zookeeper, root)
-    yield
-    locks.close()
 
 
 @pytest.fixture

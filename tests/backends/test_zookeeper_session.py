@@ -44,11 +44,9 @@ SESSION = 4.0
 
 
 @pytest.fixture
-def alias(zookeeper: Ensemble, root: str, settings: Settings) -> Iterator[None]:
+def alias(zookeeper: Ensemble, root: str, settings: Settings) -> None:
     """The aliases "locks" and "elsewhere", below a root of their own."""
     settings.DISTLOCK = aliases(zookeeper, root, session_timeout=SESSION)
-    yield
-    locks.close()
 
 
 @pytest.fixture
