@@ -33,6 +33,7 @@ from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import backend, paused
 from tests.contract.crew import start, take_and_release, together
+from tests.contract.rivals import Rival
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, never
 
@@ -255,14 +256,13 @@ def own_session(using: str) -> int:
 def test_waiters_survive_the_loss_of_the_listening_connection(
     postgres: PostgreSQL, name: str
 ) -> None:
-    locked = locks["postgres"]
-    held = locked.request(name, ttl=30, holder=Holder.current())
-    locked.try_acquire(held, queued=False)
+    held = Rival.of(locks["postgres"], name, ttl=30)
+    held.takes()
     taking = start(partial(_take, name))
     eventually(lambda: has_waiter(name), 5)
     kill_all_sessions("postgres")
 
-    assert settled(lambda: locked.release(held)) is Release.RELEASED
+    assert settled(held.leaves) is Release.RELEASED
 
     # Long before its time is over, when it would look once more anyway.
     assert taking.result(10)
@@ -529,8 +529,7 @@ def test_a_dead_connection_of_the_caller_is_not_used_to_look_or_to_free(
     server_database: str, name: str
 ) -> None:
     locked = locks[server_database]
-    request = locked.request(name, ttl=60, holder=Holder.current())
-    locked.try_acquire(request, queued=False)
+    Rival.of(locked, name, ttl=60).takes()
     end_session_of(connections[server_database])
 
     assert lock(name, using=server_database).locked()
@@ -545,7 +544,7 @@ def test_a_forced_release_survives_the_rollback_of_its_caller(
     server_database: str, name: str
 ) -> None:
     locked = locks[server_database]
-    locked.try_acquire(locked.request(name, ttl=60, holder=Holder.current()), queued=False)
+    Rival.of(locked, name, ttl=60).takes()
     [held] = [each for each in locked.held() if each.name == name]
 
     with transaction.atomic(using=server_database):

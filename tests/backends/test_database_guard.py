@@ -16,9 +16,8 @@ from django_distlock import (
     locks,
 )
 from django_distlock.backends.database.dialect import COUNTER
-from django_distlock.engine.values import Busy, Grant
-from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS, apart, backend
+from tests.contract.rivals import Rival
 from tests.fixtures.eventually import eventually, in_time
 
 from .session_tools import ask
@@ -26,13 +25,7 @@ from .session_tools import ask
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-    from django_distlock.engine.values import Request
     from tests.fixtures.mariadb import MariaDB
-
-
-def rival(alias: str, name: str, ttl: float = 30) -> Request:
-    """Return a request as another process would make it."""
-    return locks[alias].request(name, ttl=ttl, holder=Holder.current("rival"))
 
 
 def test_guard_outside_a_transaction_is_an_error(database: str, name: str) -> None:
@@ -63,29 +56,29 @@ def test_later_holder_waits_for_the_guarding_transaction_even_if_the_lease_runs_
 ) -> None:
     settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 4.0}}}
     connections[database].ensure_connection()
-    later = rival(database, name)
+    later = Rival.of(locks[database], name)
     with lock(name, using=database, ttl=1, renew=False) as lease:
         with transaction.atomic(using=database):
             lease.guard(using=database)
             eventually(lambda: lease.lost, 5)
-            eventually(lambda: locks[database].probe(later) is None, 5, "over for the server too")
+            is_held = lock(name, using=database).locked
+            eventually(lambda: not is_held(), 5, "over for the server too")
 
-            assert isinstance(locks[database].try_acquire(later, queued=False), Busy)
-        granted = locks[database].try_acquire(later, queued=False)
+            assert not later.tries()
+        assert later.tries()
 
-        assert isinstance(granted, Grant)
-        assert (granted.token or 0) > lease.checked_token()
+        assert (later.token or 0) > lease.checked_token()
         with pytest.raises(LockError):
             lease.release()
-    locks[database].release(later)
+    later.leaves()
 
 
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_renewals_and_refusals_are_not_held_up_by_a_guard(database: str, name: str) -> None:
-    late = rival(database, name)
+    late = Rival.of(locks[database], name)
 
     def refused() -> None:
-        assert isinstance(locks[database].try_acquire(late, queued=False), Busy)
+        assert not late.tries()
 
     with lock(name, using=database, ttl=3) as lease, transaction.atomic(using=database):
         lease.guard(using=database)
@@ -98,11 +91,11 @@ def test_renewals_and_refusals_are_not_held_up_by_a_guard(database: str, name: s
 
 
 def test_stale_holder_is_refused(database: str, name: str) -> None:
-    later = rival(database, name)
+    later = Rival.of(locks[database], name)
     with lock(name, using=database, ttl=0.2, renew=False) as lease:
         token = lease.checked_token()
         request = lease.request
-        eventually(lambda: isinstance(locks[database].try_acquire(later, queued=False), Grant), 5)
+        later.takes()
 
         with transaction.atomic(using=database), pytest.raises(StaleFencingToken) as refused:
             backend(database).guard(request, token, database)
@@ -112,7 +105,7 @@ def test_stale_holder_is_refused(database: str, name: str) -> None:
         assert refused.value.fence > token
         with pytest.raises(LockError):
             lease.release()
-    locks[database].release(later)
+    later.leaves()
 
 
 @pytest.mark.parametrize("database", SERVERS, indirect=True)

@@ -17,10 +17,10 @@ from django.db import connections, transaction
 
 from django_distlock import LockBackendError, LockError, lock, locks
 from django_distlock.engine.steps import settled
-from django_distlock.ground.holder import Holder
 from django_distlock.models import LockWaiter
 from tests.backends.conftest import backend
-from tests.contract.crew import start
+from tests.contract.crew import start, take_and_release
+from tests.contract.rivals import Rival
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
 
@@ -103,24 +103,19 @@ def test_another_writer_is_waited_for_within_the_timeout(file: str, name: str) -
         assert lease.held
 
 
-def take(name: str) -> bool:
-    with lock(name, using="busy", timeout=30) as lease:
-        return lease.held
-
-
 def test_a_file_that_others_keep_from_being_read_is_watched_all_the_same(
     file: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     watcher = backend("busy")._watcher
     assert watcher is not None
-    rival = locks["busy"].request(name, ttl=60, holder=Holder.current())
-    locks["busy"].try_acquire(rival, queued=False)
-    taking = start(lambda: take(name))
+    rival = Rival.of(locks["busy"], name, ttl=60)
+    rival.takes()
+    taking = start(lambda: take_and_release("busy", name))
     watching = eventually(lambda: watcher._connection, 10)
 
     with written_by_another(file, LONG, "EXCLUSIVE"):
         never(lambda: watcher._connection is not watching, LONG / 2)
-    settled(lambda: locks["busy"].release(rival))
+    settled(rival.leaves)
 
     assert taking.result(20)
     assert "Waiters poll" not in caplog.text

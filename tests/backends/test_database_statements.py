@@ -10,12 +10,9 @@ from django_distlock import lock, locks
 from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from tests.backends.conftest import backend, counted_statements
+from tests.contract.rivals import Rival
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
     from tests.fixtures.postgres import PostgreSQL
 
 
@@ -38,10 +35,8 @@ def test_a_listing_costs_two_statements_however_many_locks_are_held(
 
 @pytest.mark.server
 def test_refusals_write_nothing_on_postgresql(postgres: PostgreSQL, name: str) -> None:
-    locked = backend("postgres")
-    held = locked.request(name, ttl=60, holder=Holder.current())
-    locked.try_acquire(held, queued=False)
-    other = locked.request(name, ttl=60, holder=Holder.current())
+    held, other = (Rival.of(backend("postgres"), name, ttl=60) for _ in range(2))
+    held.takes()
 
     with postgres.admin("distlock") as watcher:
         state = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text, pg_current_wal_insert_lsn() - '0/0'"
@@ -49,7 +44,7 @@ def test_refusals_write_nothing_on_postgresql(postgres: PostgreSQL, name: str) -
         def cost() -> tuple[int, int]:
             xid_before, wal_before = watcher.execute(state).fetchone() or ("", 0)
             for _ in range(1000):
-                locked.try_acquire(other, queued=False)
+                assert not other.tries()
             xid_after, wal_after = watcher.execute(state).fetchone() or ("", 0)
             return int(xid_after) - int(xid_before), wal_after - wal_before
 
@@ -59,25 +54,21 @@ def test_refusals_write_nothing_on_postgresql(postgres: PostgreSQL, name: str) -
     # A write for each would be 96 kB.
     assert min(ids for ids, _ in costs) < 20
     assert min(wal for _, wal in costs) < 20_000
-    locked.release(held)
+    held.leaves()
 
 
 @pytest.mark.server
-def test_refusals_burn_no_ids_on_mariadb(
-    mariadb: object, name: str, another: Callable[[str], BaseDatabaseWrapper]
-) -> None:
-    locked = backend("mariadb")
-    held = locked.request(name, ttl=30, holder=Holder.current())
-    locked.try_acquire(held, queued=False)
-    other = locked.request(name, ttl=30, holder=Holder.current())
+def test_refusals_burn_no_ids_on_mariadb(mariadb: object, name: str) -> None:
+    held, other = (Rival.of(backend("mariadb"), name, ttl=30) for _ in range(2))
+    held.takes()
     before = MethodLock.objects.using("mariadb").create(method_name=f"{name}:before").pk
 
     for _ in range(300):
-        locked.try_acquire(other, queued=False)
+        assert not other.tries()
 
     after = MethodLock.objects.using("mariadb").create(method_name=f"{name}:after").pk
     assert after == before + 1
-    locked.release(held)
+    held.leaves()
 
 
 PREPARED = {

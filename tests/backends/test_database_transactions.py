@@ -22,10 +22,10 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from testproject.models import Account
 from tests.backends.conftest import apart, isolated
+from tests.contract.rivals import Rival
 from tests.fixtures.eventually import never
 
 from .session_tools import end_session_of
@@ -107,9 +107,8 @@ def test_lease_taken_late_in_an_old_transaction_has_its_full_ttl(
 def test_busy_lock_leaves_the_callers_transaction_usable(
     server_database: str, name: str, level: str, account: Account
 ) -> None:
-    locked = locks[server_database]
-    other = locked.request(name, ttl=30, holder=Holder.current())
-    locked.try_acquire(other, queued=False)
+    other = Rival.of(locks[server_database], name, ttl=30)
+    other.takes()
     connection = connections[server_database]
     connection.close()
 
@@ -128,7 +127,7 @@ def test_busy_lock_leaves_the_callers_transaction_usable(
 
     account.refresh_from_db()
     assert account.balance == 7
-    locked.release(other)
+    other.leaves()
     # On MariaDB the level is the session's, and would be that of the tests that follow.
     connection.close()
 

@@ -134,6 +134,10 @@ def test_connections_that_a_router_has_forgotten_fail_no_call(
         for number in range(5):
             take(f"x{number}", timeout=0)
 
+    with lock("x", using="locks", timeout=0) as again:
+        proxy.swallow()
+        again.extend()
+        proxy.swallow()
     assert lease.held
     assert not told
     lease.extend()

@@ -20,8 +20,8 @@ from django_distlock import (
 )
 from django_distlock.checks import check_servers
 from django_distlock.exceptions import DOCS
-from django_distlock.ground.holder import Holder
-from tests.contract.crew import start
+from tests.contract.crew import start, take_and_release
+from tests.contract.rivals import Rival
 from tests.fixtures.eventually import eventually
 from tests.fixtures.pgbouncer import PgBouncer
 
@@ -82,15 +82,13 @@ def test_a_pooler_that_keeps_notifications_is_named_by_check_and_in_the_log(
     settings.DISTLOCK = {"leases": {"OPTIONS": {"using": "pgbouncer"}}}
 
     [message] = [each for each in check_servers(databases=["pgbouncer"]) if "leases" in each.msg]
-    rival = locks["leases"].request(name, ttl=30, holder=Holder.current())
-    locks["leases"].try_acquire(rival, queued=False)
-    waiting = start(lock(name, using="leases", timeout=20).acquire)
+    rival = Rival.of(locks["leases"], name, ttl=30)
+    rival.takes()
+    waiting = start(lambda: take_and_release("leases", name, 20))
     eventually(lambda: "keeps its notifications" in caplog.text, 10)
-    locks["leases"].release(rival)
+    rival.leaves()
 
-    lease = waiting.result(20)
-    assert lease
-    lease.release()
+    assert waiting.result(20)
     assert message.id == "distlock.W002"
     assert message.hint is not None
     assert message.hint.startswith("Set OPTIONS 'listen' to False")
