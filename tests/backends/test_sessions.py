@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,7 +36,7 @@ from django_distlock.signals import lock_acquired
 from tests.backends.conftest import apart, paused
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
-from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.eventually import eventually, in_time, never, told_in_time
 from tests.fixtures.interruption import TimeLimit
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
@@ -671,6 +672,12 @@ def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
 def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
     kind: tuple[str, str], name: str
 ) -> None:
+    names = (f"{name}:{number}" for number in count())
+
+    told_in_time(lambda: _waited_beside_a_guard(kind, next(names)), 2.5, 3.0, tries=3)
+
+
+def _waited_beside_a_guard(kind: tuple[str, str], name: str) -> float:
     database, of = kind
     lease = lock(name, using="locks", ttl=60).acquire()
     assert lease
@@ -691,7 +698,7 @@ def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
     with pytest.raises(LockLost):
         lease.release()
 
-    assert 2.5 <= refused[0].waited < 3.0
+    return refused[0].waited
 
 
 #: Seconds of a wait for 2.5 after which the time left for the token matters most.
