@@ -133,20 +133,39 @@ def parts_held(number: int) -> list[bool]:
     return [lock(f"once:{number}{part}").locked() for part in ("", ":running", ":called")]
 
 
-async def aparts_held(number: int) -> list[bool]:
-    return parts_held(number)
-
-
 #: Seconds: a body begins so long after the last call, and at the latest so long after the first one.
 QUIET, AT_MOST = 0.5, 1.5
 debounce = partial(unique_task, "once:{number}", debounce=QUIET, at_most=timedelta(seconds=AT_MOST))
-once_more, aonce_more = (
-    unique_task("once:{number}", again=True)(body) for body in (parts_held, aparts_held)
-)
-free_at_start, afree_at_start = (
-    unique_task("once:{number}", until="start")(body) for body in (parts_held, aparts_held)
-)
-quiet, aquiet = (debounce()(body) for body in (parts_held, aparts_held))
+
+
+@unique_task("once:{number}", again=True)
+def once_more(number: int) -> list[bool]:
+    return parts_held(number)
+
+
+@unique_task("once:{number}", again=True)
+async def aonce_more(number: int) -> list[bool]:
+    return parts_held(number)
+
+
+@unique_task("once:{number}", until="start")
+def free_at_start(number: int) -> list[bool]:
+    return parts_held(number)
+
+
+@unique_task("once:{number}", until="start")
+async def afree_at_start(number: int) -> list[bool]:
+    return parts_held(number)
+
+
+@debounce()
+def quiet(number: int) -> list[bool]:
+    return parts_held(number)
+
+
+@debounce()
+async def aquiet(number: int) -> list[bool]:
+    return parts_held(number)
 
 
 @debounce(takes_context=True)
@@ -360,7 +379,7 @@ def test_without_at_most_it_waits_ten_times_as_long() -> None:
 
 def test_a_time_of_ones_own_is_refused() -> None:
     later = quiet.using(backend="queue", run_after=timezone.now() + timedelta(seconds=1000))
-    with pytest.raises(ValueError, match="parts_held runs: enqueue it without run_after"):
+    with pytest.raises(ValueError, match="quiet runs: enqueue it without run_after"):
         later.enqueue(7)
 
     assert not lock("once:7").locked()
