@@ -11,7 +11,7 @@ from django_distlock import LockLost, LockNotAcquired, lock
 from django_distlock.lock import LockTerms
 from tests.fixtures.eventually import eventually, never
 
-from .crew import elsewhere, taken
+from .crew import elsewhere, start, take_and_release, taken
 from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rivals
@@ -106,11 +106,13 @@ def test_min_hold_refuses_the_name_until_it_is_over_after_an_early_release(
     assert f"Lock {name!r} is reserved until " in str(busy)
 
     began = time.monotonic()
-    with lock(f"{name}:late", using=using, min_hold=4 * tick):
-        pass
-    with lock(f"{name}:late", using=using, timeout=200 * tick):
-        pass
-    assert 4 * tick - 0.001 <= time.monotonic() - began < 100 * tick
+    for part in ("late", "waited"):
+        with lock(f"{name}:{part}", using=using, min_hold=4 * tick):
+            pass
+    waiter = start(lambda: take_and_release(using, f"{name}:waited"))
+    rival(of=f"{name}:late").takes(within=10)  # asks all the time, as a waiter need not
+    assert time.monotonic() - began >= 4 * tick - 0.001
+    assert 4 * tick - 0.001 <= waiter.result(30) - began < 100 * tick
 
 
 @needs("min_hold")
