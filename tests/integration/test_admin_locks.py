@@ -79,15 +79,28 @@ def test_it_opens_on_what_is_held_and_stale(name: str, viewer: Client) -> None:
 def test_alias_host_and_name_narrow_it(name: str, viewer: Client, crowd: Crowd) -> None:
     put("default", f"{name}:row", LockState.HELD)
     crowd("one", "ONE again")
-    crowd("two", host="web-2", shared=True)
+    crowd("two", host="web-2")
 
     assert names(viewer, q=name, alias="default") == ["row"]
     assert names(viewer, q=name, alias="memory", host="web-2") == ["two"]
     assert names(viewer, q=f"{name}:One") == ["one", "ONE again"]
     assert names(viewer, q=name, alias="gone") == ["one", "ONE again", "row", "two"]
-    page = viewer.get(LIST, {"q": name}).text
-    assert "web-2</option>" in page
-    assert page.count("held, shared") == 1
+    assert "web-2</option>" in viewer.get(LIST).text
+
+
+def test_each_reader_is_shown_and_one_alone_is_freed(
+    name: str, operator: Client, crowd: Crowd
+) -> None:
+    crowd("read", "read", shared=True)
+    page = operator.get(LIST, {"q": name})
+    one, other = page.context["page"]
+
+    done: Any = operator.post(FORCE, {"lock": one.value}, follow=True)
+
+    assert page.text.count("held, shared") == 2
+    assert "1 lock was released." in done.text
+    [left] = operator.get(LIST, {"q": name}).context["page"]
+    assert left.value == other.value
 
 
 def test_places_are_shown_as_such_and_stand_together(name: str, viewer: Client) -> None:
