@@ -194,8 +194,11 @@ def test_the_key_may_be_in_another_header() -> None:
         return view(request(**{"x-github-delivery": delivery}, **terms))
 
     assert texts(send("a"), send("a", key="another"), send("b")) == ["paid 1", "paid 1", "paid 2"]
-    title = json.loads(view(request()).content)["title"]
-    assert title == "This request needs the header X-GitHub-Delivery."
+    missing, reused = (
+        json.loads(refused.content)["title"] for refused in (view(request()), send("a", body="{}"))
+    )
+    assert missing == "This request needs the header X-GitHub-Delivery."
+    assert reused.startswith("This X-GitHub-Delivery was used for a different request")
 
 
 def test_without_a_key_a_request_is_refused_or_passes() -> None:
