@@ -530,14 +530,14 @@ def test_a_dead_connection_of_the_caller_is_not_used_to_look_or_to_free(
 ) -> None:
     locked = locks[server_database]
     Rival.of(locked, name, ttl=60).takes()
-    end_session_of(connections[server_database])
+    with closing(connections[server_database]) as own:
+        end_session_of(own)
 
-    assert lock(name, using=server_database).locked()
-    [held] = [each for each in locked.held() if each.name == name]
-    assert list(locked.purge(86_400, dry_run=True))
-    assert locked.force_release(held.key, held.owner_digest)
-    assert not lock(name, using=server_database).locked()
-    connections[server_database].close()
+        assert lock(name, using=server_database).locked()
+        [held] = [each for each in locked.held() if each.name == name]
+        assert list(locked.purge(86_400, dry_run=True))
+        assert locked.force_release(held.key, held.owner_digest)
+        assert not lock(name, using=server_database).locked()
 
 
 def test_a_forced_release_survives_the_rollback_of_its_caller(
