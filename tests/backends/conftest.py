@@ -169,7 +169,7 @@ def wanderer(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextmanager
 def paused(*servers: Server) -> Iterator[None]:
-    """Have *servers* answer nobody during the block."""
+    """Pause *servers* during the block, so that they answer nobody."""
     for server in servers:
         server.pause()
     try:

@@ -85,7 +85,7 @@ def can_take(using: str, name: str, timeout: float = 0, **terms: Any) -> bool:
 
 @contextmanager
 def listening(signal: Signal, receiver: Callable[..., object]) -> Iterator[None]:
-    """Have *receiver* told of a signal during the block."""
+    """Connect *receiver* to *signal* during the block."""
     signal.connect(receiver)
     try:
         yield

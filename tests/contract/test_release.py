@@ -171,7 +171,7 @@ class TestWhenTheReplyIsLost:
         assert rival().tries()
 
     @pytest.mark.usefixtures("is_never_hung")
-    async def test_so_do_those_of_a_task(
+    async def test_a_task_gets_its_own_grant_and_has_released_too(
         self, faulty: Faulty, using: str, name: str, rival: Rivals
     ) -> None:
         faulty.lose_replies("try_acquire")

@@ -51,7 +51,6 @@ def test_it_is_shown_nowhere(using: str, name: str) -> None:
 
 
 def test_it_is_not_told_to_who_finds_the_lock_busy(using: str, name: str, holder: Rival) -> None:
-
     with pytest.raises(LockNotAcquired) as caught, lock(name, using=using, timeout=0):
         pass
 
@@ -61,7 +60,6 @@ def test_it_is_not_told_to_who_finds_the_lock_busy(using: str, name: str, holder
 
 @needs("listing")
 def test_it_is_not_told_to_operators(holder: Rival, backend: BaseLockBackend) -> None:
-
     listed = list(backend.held())
 
     assert listed

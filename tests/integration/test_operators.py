@@ -290,8 +290,8 @@ def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name
     assert interrupted.value.code == INTERRUPTED
 
 
-def read_by_nobody() -> int:
-    """Return the end of a pipe."""
+def pipe_without_reader() -> int:
+    """Return the end for writing of a pipe whose other end is closed."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     return write_end
@@ -303,7 +303,7 @@ def test_a_command_whose_reader_has_gone_ends_as_in_a_shell(
 ) -> None:
     settings.DISTLOCK = {"memory": MEMORY, "down": DOWN}
 
-    with os.fdopen(read_by_nobody(), "w") as pipe:
+    with os.fdopen(pipe_without_reader(), "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit) as not_read:
             ListLocks().run_from_argv(["manage.py", "list_locks", f"--using={using}"])
@@ -319,7 +319,7 @@ def test_a_command_of_which_nobody_reads_the_errors_ends_as_in_a_shell(
     with (
         (tmp_path / "stdout").open("w") as out,
         suppress(BrokenPipeError),
-        os.fdopen(read_by_nobody(), "w", buffering=1) as pipe,
+        os.fdopen(pipe_without_reader(), "w", buffering=1) as pipe,
     ):
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", pipe)
