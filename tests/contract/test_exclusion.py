@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -163,23 +164,25 @@ def test_racers_for_an_expired_lease_have_one_winner_and_a_higher_token(
         before = Rival.of(backend, f"{name}:{number}", ttl=tick / 2)
         before.takes()
         racers = [Rival.of(backend, f"{name}:{number}") for _ in range(3)]
+        over = threading.Event()
 
-        won = together(*(partial(_race, racer, before) for racer in racers))
+        won = together(*(partial(_race, racer, over) for racer in racers))
 
         [winner] = [racer for racer, has_won in zip(racers, won, strict=True) if has_won]
         assert not before.holds
         assert before.token is None or (winner.token or 0) > before.token
 
 
-def _race(racer: Rival, before: Rival) -> bool:
-    """Try until it is ours, or another racer's: its lease is longer than the one before."""
-
+def _race(racer: Rival, over: threading.Event) -> bool:
+    """Try until it is ours, and once more after another racer has won."""
     has_won = False
 
     def is_decided() -> bool:
         nonlocal has_won
-        has_won = racer.tries()
-        return has_won or (racer.refused.remaining or 0) > 2 * before.request.ttl
+        was_over = over.is_set()
+        if has_won := racer.tries():
+            over.set()
+        return has_won or was_over
 
     eventually(is_decided)
     return has_won
