@@ -180,3 +180,11 @@ def child(using: str, settings: Settings, spawn: Spawn) -> Children:
         return spawn(f"tests.contract.acts:{act}", aliases=aliases, **arguments)
 
     return start
+
+
+@pytest.fixture(params=[False, True])
+def shared(backend: BaseLockBackend, request: pytest.FixtureRequest) -> bool:
+    """Whether to read, where there are readers."""
+    if request.param and not backend.supports_shared:
+        pytest.skip("it has no readers")
+    return bool(request.param)

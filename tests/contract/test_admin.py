@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
 from django_distlock import LockNotHeld, lock, operators
+from tests.integration.staff import FORCE, LIST, superuser
 
 from .profiles import Profile, needs
 
 pytestmark = needs("listing")
-
-LIST = reverse("admin:django_distlock_heldlock_changelist")
-FORCE = reverse("admin:django_distlock_heldlock_force_release")
 
 
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Client:
     """A superuser at a browser, patient with servers that have much to do."""
     monkeypatch.setattr(operators, "PATIENCE", 30.0)
-    client = Client()
-    client.force_login(User.objects.create_superuser(uuid.uuid4().hex))
-    return client
+    return superuser()
 
 
 def test_a_held_lock_is_shown_and_freed_and_its_holder_told(

@@ -75,12 +75,9 @@ def loop() -> Iterator[Loop]:
 
 
 @needs("typical")
-@pytest.mark.parametrize("shared", [False, True])
 def test_a_task_whose_loop_is_blocked_holds_up_nobody(
     name: str, backend: BaseLockBackend, holder: Rival, loop: Loop, shared: bool
 ) -> None:
-    if shared and not backend.supports_shared:
-        pytest.skip("it has no readers")
     task = loop.take(backend.alias, name, shared=shared)
     eventually(lambda: waiting_for(backend, name) == 1)
 

@@ -43,13 +43,10 @@ def by_task(backend: BaseLockBackend, name: str, look: Callable[[], Any]) -> Fut
 
 
 @needs("cross_process")
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("wait", [by_thread, by_task])
 def test_another_process_is_let_in_after_one_hand_off(
     child: Children, backend: BaseLockBackend, name: str, wait: Wait, shared: bool
 ) -> None:
-    if shared and not backend.supports_shared:
-        pytest.skip("it has no readers")
     names = [f"{name}:{number}" for number in range(ROUNDS)]
     other = child("stand_in_lines", names=names, using=backend.alias, shared=shared)
     overtaken = 0

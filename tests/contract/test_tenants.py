@@ -10,7 +10,7 @@ from django_distlock import Lease, current_lease, force_release, lock
 from django_distlock.operators import holdings, look_up, survey
 from tests.fixtures.tenancy import prefix, tenant
 
-from .crew import can_take, elsewhere
+from .crew import can_take, elsewhere, taken
 from .profiles import Profile, needs
 
 #: The alias of the same settings whose prefix is that of the tenant.
@@ -66,8 +66,7 @@ def test_a_lease_stays_what_it_is_wherever_it_is_extended_and_released(
     name: str, profile: Profile, tick: float
 ) -> None:
     with tenant("a"):
-        lease = lock(name, using=USING).acquire()
-    assert lease
+        lease = taken(name, using=USING)
 
     with tenant("b"):
         lease.extend()
@@ -85,10 +84,7 @@ def test_a_lease_stays_what_it_is_wherever_it_is_extended_and_released(
 @needs("detach")
 def test_a_lease_is_attached_under_the_key_that_it_has(name: str) -> None:
     with tenant("a"):
-        lease = lock(name, using=USING).acquire()
-        place = lock(name, using=USING, limit=2).acquire()
-    assert lease
-    assert place
+        lease, place = taken(name, using=USING), taken(name, using=USING, limit=2)
     texts = lease.detach(), place.detach()
 
     with tenant("b"):
@@ -110,8 +106,7 @@ def test_a_lease_is_attached_under_the_key_that_it_has(name: str) -> None:
 @needs("listing")
 def test_a_tenant_lists_and_frees_its_own_locks(name: str) -> None:
     with tenant("a"):
-        lease = lock(name, using=USING).acquire()
-    assert lease
+        lease = taken(name, using=USING)
     key = lease.request.key
 
     with tenant("b"):
