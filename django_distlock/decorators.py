@@ -8,7 +8,14 @@ import math
 import random
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
+from contextlib import (
+    AsyncContextDecorator,
+    AsyncExitStack,
+    ContextDecorator,
+    ExitStack,
+    aclosing,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -25,7 +32,7 @@ from .ground.naming import name_maker, signature_of, title_of
 from .handler import declared
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Generator
+    from collections.abc import AsyncGenerator, Generator
     from datetime import timedelta
 
     from .backends.base import BaseLockBackend
@@ -198,15 +205,14 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             except LockNotAcquired as busy:
                 return locked.refuse(busy, args, kwargs)
             result = locked.transactions.inside(args)(*args, **kwargs)
-            if inspect.isawaitable(result):
-                return _awaited(result, stack.pop_all())
+            refuse_unfinished(result, locked.title)
             if isinstance(result, HttpResponseBase) and result.status_code >= BAD_REQUEST:
                 lease.note_failure()
             if isinstance(result, StreamingHttpResponse):
                 hold_until_closed(result, lease, stack.pop_all().close, find_request(args))
             return result
 
-    return call
+    return of_view(locked.function, call, _async(locked))
 
 
 def _async(locked: _Locked) -> Callable[..., Any]:
@@ -277,6 +283,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     return iscoroutinefunction(function) or _is_async_view(function)
 
 
+#: The methods of Django's View that are no coroutine functions, but return a coroutine if the view is async.
+_HANDLERS = {"dispatch", "options", "http_method_not_allowed"}
 _KINDS = (
     (inspect.isasyncgenfunction, _async_generator),
     (is_async, _async),
@@ -284,10 +292,22 @@ _KINDS = (
 )
 
 
-async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:
-    """Hold the lock until *result*, an awaitable that a plain function returned, is done."""
-    with stack:
-        return await result
+def refuse_unfinished(result: Any, title: str) -> None:
+    """Raise TypeError for a *result* of which nothing has run yet, and would run after the release of the lock."""
+    is_manager = isinstance(result, (ContextDecorator, AsyncContextDecorator))
+    of = getattr(result, "gen", None) if is_manager else result  # of a @contextmanager function
+    if inspect.isawaitable(result):
+        what = "something to await"
+        right = "decorate the coroutine function itself, or mark this one with asgiref's markcoroutinefunction()"
+    elif inspect.isgenerator(of) or inspect.isasyncgen(of):
+        what = "a context manager" if is_manager else "a generator"
+        right = "put the lock directly above the generator function, below all other decorators"
+    else:
+        return
+    # Otherwise Python warns that it was never awaited; a Future has no close().
+    getattr(result, "close", getattr(result, "cancel", bool))()
+    msg = f"{title}() returned {what}, which would run without the lock; {right}."
+    raise TypeError(msg)
 
 
 #: Most seconds of Retry-After: the holder of a renewed lease may be done at any time.
@@ -454,7 +474,7 @@ class RequestTransactions:
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
         """Raise Django's error for async views with ATOMIC_REQUESTS; our marker on dispatch() keeps Django from raising it."""
-        if _is_async_view(self._view) and self._aliases(args):
+        if _is_async_view(self._view, args) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
 
@@ -465,17 +485,32 @@ class RequestTransactions:
         view = request.resolver_match and request.resolver_match.func
         if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
             return []  # Django has begun the transactions itself, or the view is exempt
-        exempt = set(self._exempt)
+        exempt = {*self._exempt, *getattr(view, "_non_atomic_requests", ())}
         databases = connections.settings.items()
         return [
             alias for alias, known in databases if known["ATOMIC_REQUESTS"] and alias not in exempt
         ]
 
 
-def _is_async_view(function: Callable[..., Any]) -> bool:
-    """Return True if method_decorator() has bound *function* to an async class-based view."""
-    view = getattr(getattr(function, "func", function), "__self__", None)
-    return bool(getattr(view, "view_is_async", False))
+def of_view(
+    function: Callable[..., Any], call: Callable[..., Any], acall: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return *call*, for *function*; if it is dispatch() of a view, use *acall* for an async view."""
+    if getattr(function, "__name__", "") not in _HANDLERS:
+        return call
+
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        return (acall if _is_async_view(function, args) else call)(*args, **kwargs)
+
+    return handle
+
+
+def _is_async_view(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> bool:
+    """Return True for dispatch() of an async view, which method_decorator() has bound, or which is called with *args*."""
+    bound = getattr(function, "func", function)
+    view = getattr(bound, "__self__", None) or next(iter(args), None)
+    is_handler = getattr(bound, "__name__", "") in _HANDLERS
+    return is_handler and getattr(view, "view_is_async", False) is True
 
 
 def hold_until_closed(

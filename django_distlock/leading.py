@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from asgiref.sync import iscoroutinefunction
 
+from .decorators import refuse_unfinished
 from .engine.cancelling import is_loss_in_group
 from .engine.waiting import Wait
 from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
@@ -64,6 +65,7 @@ def lead(
             with candidate as lease:
                 pauses = Wait(None)
                 results.append(work(lease))
+                refuse_unfinished(results[0], "The function of lead")
                 if lease.lost:  # raise LockLost before the release, whose server may be down
                     lease.check()
         except (LockNotAcquired, LockNotHeld, LockBackendError, BaseExceptionGroup) as error:
@@ -79,7 +81,10 @@ async def alead(
 ) -> _T:
     """Do what lead() does, and cancel *work* when its lease is lost. To stop it, cancel the task that awaits it."""
     if not iscoroutinefunction(work):
-        raise TypeError("alead() awaits a coroutine function; write lead(...) for a function.")
+        raise TypeError(
+            "alead() awaits a coroutine function; write lead(...) for a function, "
+            "and functools.partial(work, ...) in place of a lambda."
+        )
     if "timeout" in terms:
         raise TypeError("alead() waits until it leads; cancel its task, and leave out timeout.")
     candidate = Lock(name, timeout=None, cancel_when_lost=True, **terms)  # type: ignore[misc]  # as above

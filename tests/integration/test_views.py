@@ -1,5 +1,6 @@
 """Views under @distributed_lock: sync, async, class-based, streaming; and transactions."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -16,13 +17,13 @@ from pytest_django.fixtures import Settings
 from rest_framework.decorators import api_view
 from rest_framework.request import Request
 
-from django_distlock import current_lease, distributed_lock, lock
+from django_distlock import current_lease, distributed_lock, lock, locks
 from django_distlock.signals import lock_acquired, lock_released
 from testproject.fees import after
 from testproject.models import Account
 from testproject.services import audit, open_account
-from tests.contract.crew import listening
-from tests.fixtures.eventually import eventually
+from tests.contract.crew import listening, waiting_for
+from tests.fixtures.eventually import aeventually, eventually
 
 OPENING = Decimal("1000.00")
 NAME = "integration:view"
@@ -71,6 +72,26 @@ class NonAtomicDispatchOutside(View):
 @method_decorator([distributed_lock(NAME), transaction.non_atomic_requests], name="dispatch")
 class NonAtomicDispatchInside(View):
     def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+@method_decorator(transaction.non_atomic_requests, name="dispatch")
+@method_decorator(distributed_lock(NAME), name="dispatch")
+class NonAtomicAboveTheLock(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+@method_decorator(distributed_lock(NAME), name="dispatch")
+class NonAtomicInUrls(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+class NonAtomicOverride(View):
+    @method_decorator(transaction.non_atomic_requests)
+    @method_decorator(distributed_lock(NAME))
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         return note("body")
 
 
@@ -131,6 +152,15 @@ class AsyncDispatch(View):
         return await is_held()
 
 
+class AsyncMethod(View):
+    async def get(self, request: HttpRequest) -> HttpResponse:
+        return await is_held()
+
+    @distributed_lock(NAME)
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        return super().dispatch(request, *args, **kwargs)
+
+
 @distributed_lock(NAME)
 async def async_stream(request: HttpRequest) -> StreamingHttpResponse:
     async def lines() -> AsyncIterator[str]:
@@ -174,6 +204,9 @@ urlpatterns = [
     path("non-atomic-get/", NonAtomicGet.as_view()),
     path("non-atomic-dispatch-outside/", NonAtomicDispatchOutside.as_view()),
     path("non-atomic-dispatch-inside/", NonAtomicDispatchInside.as_view()),
+    path("non-atomic-above/", NonAtomicAboveTheLock.as_view()),
+    path("non-atomic-override/", NonAtomicOverride.as_view()),
+    path("non-atomic-url/", transaction.non_atomic_requests(NonAtomicInUrls.as_view())),
     path("non-atomic-service/", non_atomic_with_a_service),
     path("non-atomic-rest/", non_atomic_rest),
     path("rest/", rest),
@@ -183,6 +216,7 @@ urlpatterns = [
     path("writing/<int:account_id>/", writing_view),
     path("async/", async_view),
     path("async-dispatch/", AsyncDispatch.as_view()),
+    path("async-method/", AsyncMethod.as_view()),
     path("async-stream/", async_stream),
     path("stream/", stream),
     path("locking/", stream_that_locks),
@@ -190,7 +224,7 @@ urlpatterns = [
 pytestmark = pytest.mark.urls(__name__)
 
 ATOMIC_KINDS = ("/function/", "/rest/", "/decorated-dispatch/", "/decorated-method/")
-ASYNC_KINDS = ("/async/", "/async-dispatch/")
+ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-method/")
 
 
 @pytest.fixture
@@ -314,6 +348,9 @@ def test_the_transaction_of_atomic_requests_is_inside_the_lock(
         "/non-atomic-get/",
         "/non-atomic-dispatch-outside/",
         "/non-atomic-dispatch-inside/",
+        "/non-atomic-above/",
+        "/non-atomic-override/",
+        "/non-atomic-url/",
         "/non-atomic-service/",
         "/non-atomic-rest/",
     ],
@@ -370,6 +407,17 @@ async def test_an_async_view_holds_the_lock_while_it_runs(
 
     assert answer.json() == {"held": True}
     assert not await lock(NAME).alocked()
+
+
+@pytest.mark.parametrize("url", ASYNC_KINDS)
+async def test_an_async_view_that_waits_does_not_keep_the_event_loop_from_releasing_the_lock(
+    async_client: AsyncClient, url: str
+) -> None:
+    async with lock(NAME):
+        asking = asyncio.create_task(async_client.get(url))
+        await aeventually(lambda: waiting_for(locks["default"], NAME))
+
+    assert (await asking).json() == {"held": True}
 
 
 @pytest.mark.parametrize("url", ASYNC_KINDS)

@@ -6,7 +6,15 @@ import asyncio
 import functools
 import inspect
 import pickle
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+)
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +29,42 @@ pytestmark = pytest.mark.usefixtures("memory")
 
 def _is_held(name: str) -> bool:
     return lock(name).locked()
+
+
+def wrapped_by_others(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a plain function that calls *function*, as many decorators of other packages make one."""
+
+    @functools.wraps(function)
+    def wrapper() -> Any:
+        return function()
+
+    return wrapper
+
+
+async def coroutine() -> None: ...
+
+
+def begun() -> asyncio.Future[None]:
+    return asyncio.ensure_future(coroutine())
+
+
+def generator() -> Iterator[None]:
+    yield
+
+
+async def async_generator() -> AsyncIterator[None]:
+    yield
+
+
+#: By kind: a function whose result has not run yet, and what the error calls that result.
+UNFINISHED: dict[str, tuple[Callable[[], Any], str]] = {
+    "coroutine": (coroutine, "something to await"),
+    "task": (begun, "something to await"),
+    "generator": (generator, "a generator"),
+    "async generator": (async_generator, "a generator"),
+    "context manager": (contextmanager(generator), "a context manager"),
+    "async context manager": (asynccontextmanager(async_generator), "a context manager"),
+}
 
 
 class TestNames:
@@ -168,25 +212,31 @@ class TestKinds:
             assert owner.class_below()
             assert owner.bare_class()
 
-    async def test_whatever_returns_something_to_await_holds_it_until_then(self) -> None:
+    async def test_a_function_that_is_marked_as_one_is_a_coroutine_function(self) -> None:
         async def coroutine(number: int) -> int:
             await asyncio.sleep(0)
             assert await lock(f"a:{number}").alocked()
             return number
 
-        def plain(number: int) -> Awaitable[int]:
-            return coroutine(number)
-
         @_marked
         def marked(number: int) -> Awaitable[int]:
             return coroutine(number)
 
-        for function in (coroutine, plain, marked):
+        for function in (coroutine, marked):
             work = distributed_lock("a:{number}")(function)
 
-            assert iscoroutinefunction(work) is (function is not plain)
+            assert iscoroutinefunction(work)
             assert await work(1) == 1
             assert not await lock("a:1").alocked()
+
+    @pytest.mark.parametrize("kind", UNFINISHED)
+    async def test_what_would_run_without_it_is_refused(self, kind: str) -> None:
+        function, what = UNFINISHED[kind]
+        work = distributed_lock("a")(wrapped_by_others(function))
+
+        with pytest.raises(TypeError, match=rf"\(\) returned {what}, which would run without the"):
+            work()
+        assert not await lock("a").alocked()
 
     def test_a_generator_holds_it_from_its_first_value_to_its_last(self) -> None:
         @distributed_lock("a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Never
 
 import pytest
@@ -116,6 +117,17 @@ def test_an_error_of_the_work_comes_out(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         asyncio.run(alead("poller", awork))
     assert caught.value is error
+    assert not lock("poller").locked()
+
+
+def test_a_function_that_only_makes_a_coroutine_is_refused() -> None:
+    async def work(lease: Lease, shop: int) -> None: ...
+
+    with pytest.raises(TypeError, match=r"something to await, which would run without the lock"):
+        lead("poller", lambda lease: work(lease, 7))
+    with pytest.raises(TypeError, match=r"functools.partial\(work, ...\) in place of a lambda"):
+        asyncio.run(alead("poller", lambda lease: work(lease, 7)))
+    asyncio.run(alead("poller", partial(work, shop=7)))
     assert not lock("poller").locked()
 
 
