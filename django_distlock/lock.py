@@ -158,15 +158,13 @@ class Terms:
         for name, value in known.items():
             if name in _CHECKS:
                 known[name] = _CHECKS[name](value, name)
-        if known.get("release", "auto") not in {"auto", "at_exit", "on_commit"}:
+        if known.get("release", "auto") not in ("auto", "at_exit", "on_commit"):
             msg = f'release must be "auto", "at_exit" or "on_commit", not {known["release"]!r}.'
             raise ValueError(msg)
-        try:
-            terms = cls(**known)
-        except TypeError:
-            unknown = next(word for word in wishes if word not in _WORDS)
+        if unknown := [word for word in wishes if word not in _WORDS]:
             words = _WORDS | {"on_busy"} if call == "distributed_lock()" else _WORDS
-            raise unknown_word(call, unknown, words) from None
+            raise unknown_word(call, unknown[0], words)
+        terms = cls(**known)
         if terms.shared and "limit" in wishes and wishes["limit"] is not None:
             raise NotSupported(terms.using, "shared=True with a limit", "A place has one holder.")
         return terms

@@ -115,7 +115,7 @@ def unique_task(
         base = options.get("base")
         kind = type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask
         # Celery logs errors in `throws` in one line, without a traceback.
-        throws = (*options.get("throws", ()), LockNotAcquired)
+        throws = (options.get("throws", ()), LockNotAcquired)
         return shared_task(**{**options, "base": kind, "throws": throws}, once=once)(function)
 
     return decorate(name) if is_decorated(name) else decorate
@@ -131,7 +131,16 @@ class _QueueLock(Lock):
         return replace(request, holder=replace(request.holder, task=self.task))
 
 
-class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
+class _OfAnyApp(type):
+    """The class of UniqueTask, for which each app makes the task on top of its own task class, as for a shared task."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+        if "app" in namespace and bases == (UniqueTask,):
+            bases = (UniqueTask, namespace["app"].Task)
+        return super().__new__(cls, name, bases, namespace)
+
+
+class UniqueTask(DjangoTask, metaclass=_OfAnyApp):  # type: ignore[misc]  # Celery has no types
     """The base class of tasks made by unique_task()."""
 
     abstract = True
@@ -157,7 +166,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                     return self._under_way(busy)
         try:
             headers = {**headers, HEADER: packed(text, name, first)}
-            return super().apply_async(args, kwargs, task_id, headers=headers, **options)
+            return super().apply_async(args, kwargs, task_id=task_id, headers=headers, **options)
         except BaseException:
             if lease is not None:
                 free(lease)
@@ -168,7 +177,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         is_function = request.called_directly or request.get("distlock_name")  # by its own body
         if not is_function:
             text, name, first = unpacked((request.headers or {}).get(HEADER, ""))
-        lock = Lock(name or self.once.name_for(args, kwargs), **self.once.terms(self.name))
+        lock = self.once.terms(self.name).lock(name or self.once.name_for(args, kwargs))
         body = self.once.body_lock(lock)
         if is_function:
             with nullcontext() if body is None else body.take(0):
@@ -248,7 +257,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                     task = task_text(self.name, task_id)
                     warn("%s is sent again without its lock: %s", task, problem, of=own)
             return None, ""
-        lock = _QueueLock(name, **self.once.terms("in the queue"), reentrant=False)
+        lock = _QueueLock(name)
+        lock.terms = self.once.terms("in the queue", reentrant=False)
         lock.task = checked_task(self.name, task_id)
         _give_way(name)
         instead = f"await sync_to_async({self.__name__}.delay)(...)"

@@ -48,6 +48,7 @@ from django_distlock.ground.naming import (
 )
 from django_distlock.ground.objects import object_name
 from django_distlock.handler import declared, locks
+from django_distlock.lock import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,13 +201,13 @@ class Once:
         """Return the name of the lock for one call."""
         return checked_name(self._name_for(args, kwargs))
 
-    def terms(self, purpose: str) -> dict[str, Any]:
-        """Return the arguments of the lock; NotSupported if its lease cannot be sent."""
+    def terms(self, purpose: str, **more: Any) -> Terms:
+        """Return the terms of the lock; NotSupported if its lease cannot be sent."""
         backend = locks[self.using]
         self._check_lease(backend)
         # While the task runs, its lease is renewed.
         ttl = min(backend.ttl, self.lease)
-        return {"using": self.using, "ttl": ttl, "purpose": purpose, "template": self.template}
+        return Terms(using=self.using, ttl=ttl, purpose=purpose, template=self.template, **more)
 
     def body_lock(self, lock: Lock) -> Lock | None:
         """Return the lock to hold while the body runs: *lock*, another one with *again*, None if bodies may overlap."""

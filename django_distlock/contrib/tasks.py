@@ -144,11 +144,11 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         An argument *distlock* with the text of ``Lease.detach()`` gives the caller's lease to the task.
         """
         once, handed = _once(self), kwargs.pop(HEADER, None)
-        name, terms = once.name_for(args, kwargs), once.terms(self.module_path)
+        name = once.name_for(args, kwargs)
+        lock = once.terms(self.module_path, timeout=0, reentrant=False).lock(name)
         if handed is not None:
             return _send(self, packed(handed, name), args, kwargs)
         task, first = self._debounced() if once.debounce else (self, None)
-        lock = Lock(name, **terms, timeout=0, reentrant=False)
         try:
             refuse_event_loop(once.using, "await task.aenqueue(...)")
             with lock as lease:
@@ -245,7 +245,7 @@ class _Message:
         text, name, first = unpacked(kwargs.pop(HEADER, ""))
         # The name in the message comes first: JSON may have changed the arguments that the name was made of.
         name = name or once.name_for(args[task.takes_context :], kwargs)
-        lock = Lock(name, **once.terms(task_text(once.title, task_id)))
+        lock = once.terms(task_text(once.title, task_id)).lock(name)
         return cls(started, lock, text, first, args, kwargs)
 
     def run(self, function: Callable[..., Any]) -> Any:

@@ -209,7 +209,7 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("id", "leave it out: every lease has a secret owner"),
         ("timout", "use timeout"),
         (
-            "colour",
+            "template",
             "it takes cancel_when_lost, free_on_error, limit, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
         ),
     ],
