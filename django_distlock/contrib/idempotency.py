@@ -38,6 +38,7 @@ from django_distlock.decorators import (
     RequestTransactions,
     find_request,
     is_async,
+    of_view,
     problem,
     retry_after,
 )
@@ -226,8 +227,9 @@ class _Once:
         return self._owned(self._scope(request))
 
     async def aowner(self, request: Any) -> str:
-        if self.scope is None and hasattr(request, "auser"):
-            return self._owned(await request.auser())
+        if self.scope is None:
+            # Not request.auser(): a middleware that sets another user sets request.user.
+            return await sync_to_async(self.owner)(request)
         found = self._scope(request)
         return self._owned(await found if inspect.isawaitable(found) else found)
 
@@ -312,6 +314,8 @@ class _Asked:
             return self._once.refusal(self._args, 410, "too-large")
         response = HttpResponse(base64.b64decode(answer["body"]), status=answer["status"])
         response.headers = ResponseHeaders({**answer["headers"], REPLAYED: "true"})
+        if url := response.headers.get("Location"):
+            response.url = url  # type: ignore[attr-defined]  # for Django's test client, which follows a redirect
         return response
 
     def _without_lease(self, problem: Exception) -> HttpResponse | None:
@@ -419,7 +423,7 @@ def _sync(once: _Once) -> Callable[..., Any]:
                     stack.close()
             return response
 
-    return call
+    return of_view(once.view, call, _async(once))
 
 
 def _async(once: _Once) -> Callable[..., Any]:

@@ -14,17 +14,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.models import AnonymousUser, Group, User
 from django.core.cache import caches
 from django.core.cache.backends.locmem import LocMemCache
 from django.core.files.uploadedfile import SimpleUploadedFile
-from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.test import AsyncRequestFactory, RequestFactory
 from django.test.client import encode_multipart
 from django.utils import translation
+from django.utils.asyncio import async_unsafe
 from django.utils.functional import SimpleLazyObject
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
@@ -361,6 +362,15 @@ def test_answers_are_kept(status: int, headers: dict[str, str]) -> None:
     assert next(runs) == 2
 
 
+def test_a_redirect_can_be_followed_by_the_test_client() -> None:
+    @idempotent()
+    def view(request: HttpRequest) -> Any:
+        return HttpResponseRedirect("/done/")
+
+    assert [view(request()).url for _ in range(2)] == ["/done/", "/done/"]
+    assert not hasattr(pay(request(key="other")), "url")
+
+
 @pytest.mark.parametrize(
     "response",
     [
@@ -559,12 +569,14 @@ def arequest(**headers: str) -> Any:
     made: Any = AsyncRequestFactory().post(
         "/pay/", "{}", JSON, headers={"idempotency-key": "k", **headers}
     )
-
-    async def auser() -> User:
-        return ADA
-
-    made.auser = auser
+    made.user = SimpleLazyObject(found_by_query)
+    made.auser = sync_to_async(found_by_query)
     return made
+
+
+@async_unsafe
+def found_by_query() -> User:
+    return ADA
 
 
 async def test_an_async_view_is_run_once() -> None:
@@ -572,6 +584,28 @@ async def test_an_async_view_is_run_once() -> None:
 
     assert sorted(each.status_code for each in answers) == [201, 409, 409]
     assert content(await apay(arequest())) == (201, "paid 1")
+
+
+async def test_dispatch_of_an_async_view_is_one() -> None:
+    class Pay(View):
+        async def post(self, request: HttpRequest) -> HttpResponse:
+            return charge(request)
+
+        @idempotent()
+        def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+            return super().dispatch(request, *args, **kwargs)
+
+    view: Any = Pay.as_view()
+    answers = [content(await view(arequest())) for _ in range(2)]
+
+    assert answers == [(201, "paid 1"), (201, "paid 1")]
+
+
+async def test_an_async_request_is_of_the_user_that_a_middleware_has_set() -> None:
+    one, other = arequest(), arequest()
+    other.user = BOB  # request.auser() is still the user of the session
+
+    assert [content(await apay(each))[1] for each in (one, other)] == ["paid 1", "paid 2"]
 
 
 async def test_an_async_scope_is_awaited() -> None:
