@@ -20,15 +20,19 @@ def object_name(instance: Model) -> str:
 
     An instance of a proxy, or of a model that inherits tables, shares the name with the row of its topmost model.
     """
-    model: Any = instance._meta.concrete_model
-    while getattr(link := model._meta.pk.remote_field, "parent_link", False):
-        model = link.model
     if instance.pk is None or instance._state.adding:
         msg = f"This {instance._meta.label} is not saved, so it has no lock of its own."
         raise ValueError(msg)
-    if not isinstance(instance.pk, tuple):
-        return f"{model._meta.label_lower}:{_stored(model._meta.pk, instance.pk)}"
-    key = tuple(map(_stored, model._meta.pk_fields, instance.pk))
+    model: Any = instance._meta.concrete_model
+    key = instance.pk
+    # The first link to a parent is the primary key of a child that has no key of its own.
+    while link := next(
+        (each for each in model._meta.parents.values() if each.model is model), None
+    ):
+        model, key = link.remote_field.model, getattr(instance, link.attname)
+    if not isinstance(key, tuple):
+        return f"{model._meta.label_lower}:{_stored(model._meta.pk, key)}"
+    key = tuple(map(_stored, model._meta.pk_fields, key))
     return f"{model._meta.label_lower}:{key}"
 
 

@@ -50,10 +50,13 @@ with isolate_apps("testproject"):
             proxy = True
 
     class Beside(Purse):
-        """Its own key, and a link that is no key."""
+        """With a key of its own beside that of the row of its parent."""
 
         key = models.UUIDField(primary_key=True)
         purse = models.OneToOneField(Purse, models.CASCADE, parent_link=True)
+
+    class Parcel(InTestproject):
+        key = models.UUIDField(primary_key=True)
 
     class Rate(InTestproject):
         rate = models.DecimalField(primary_key=True, max_digits=8, decimal_places=2)
@@ -121,7 +124,8 @@ KEY = uuid.UUID(int=7)
         (Account(pk="7"), Account(pk=7), "account:7"),
         (Savings(pk=7), Purse(pk=7), "purse:7"),
         (Treasure(pk=7), Savings(pk=7), "purse:7"),
-        (Beside(key=KEY.hex, purse_id=7), Beside(key=KEY, purse_id=7), f"beside:{KEY}"),
+        (Beside(key=KEY, purse_id="7"), Purse(pk=7), "purse:7"),
+        (Parcel(key=KEY.hex), Parcel(key=KEY), f"parcel:{KEY}"),
         (Line(purse_id="7", number=2), Line(purse_id=7, number=2), "line:(7, 2)"),
         (Rate(rate="1.5"), Rate(rate=Decimal("1.50")), "rate:1.50"),
         (Rate(rate=Decimal("1.5")), Rate(rate=Decimal("1.50")), "rate:1.50"),
