@@ -81,7 +81,7 @@ class _Instruments:
     ) -> None:
         self.label = label
         self._tracer = trace.get_tracer("django_distlock", tracer_provider=tracer_provider)
-        self.provider = meter_provider or metrics.get_meter_provider()
+        self._meter_provider = meter_provider
         meter = self.provider.get_meter("django_distlock")
         count = meter.create_counter
         seconds = partial(
@@ -98,7 +98,7 @@ class _Instruments:
         ):
             count_leases = partial(self._count_leases, state)
             meter.create_observable_gauge(metric, [count_leases], description=text)
-        self._seen: set[tuple[str, ...]] = set()
+        self._seen: set[tuple[MeterProvider, str, str]] = set()
         # No mutex: a fork while another thread holds it would stop the locks of the child.
         self._spans: WeakKeyDictionary[Lease, tuple[Span, int]] = WeakKeyDictionary()
         self._receivers: dict[Signal, Callable[..., Any]] = {
@@ -111,6 +111,11 @@ class _Instruments:
         }
         for signal, receiver in self._receivers.items():
             signal.connect(receiver)
+
+    @property
+    def provider(self) -> MeterProvider:
+        """The provider of the metrics; the global one may be set after instrument()."""
+        return self._meter_provider or metrics.get_meter_provider()
 
     def stop(self) -> None:
         for signal, receiver in self._receivers.items():
@@ -197,9 +202,10 @@ class _Instruments:
         return labels, span, start + int(held * 1e9)
 
     def _labels(self, name: str, using: str, template: str, **_: Any) -> Labels:
-        labels = {"distlock.alias": using, "distlock.template": self.label(name, template)}
-        if (values := tuple(labels.values())) not in self._seen:
-            self._seen.add(values)
+        label = self.label(name, template)
+        labels = {"distlock.alias": using, "distlock.template": label}
+        if (seen := (self.provider, using, label)) not in self._seen:
+            self._seen.add(seen)
             # A rate needs a value before the first loss or error.
             for counter in (self._busy, self._lost, self._errors):
                 counter.add(0, labels)

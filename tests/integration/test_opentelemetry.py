@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -44,6 +45,7 @@ from tests.contract.crew import (
 )
 from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
+from tests.fixtures.processes import Spawn
 
 from .aliases import DOWN, MEMORY
 
@@ -199,6 +201,31 @@ def test_those_that_wait_are_counted_until_they_have_the_lock_or_give_up(
         waiter.result(30)
 
     assert waiting() == []
+
+
+def record_before_the_provider_is_set(again: bool) -> dict[str, list[int]]:
+    """Begin to record before the provider of metrics is set, perhaps *again* after that; return the values of a lock."""
+    reader = InMemoryMetricReader()
+    opentelemetry.instrument()
+    with lock("fee:1"):
+        metrics.set_meter_provider(MeterProvider([reader]))
+    if again:
+        opentelemetry.instrument()
+    with lock("fee:1"):
+        found = points(reader)
+    return {
+        metric: [point.value for point in found.get(f"distlock.{metric}", [])]
+        for metric in ("held", "busy", "lost", "backend.errors")
+    }
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_provider_of_metrics_may_be_set_later(spawn: Spawn, again: bool) -> None:
+    target = f"{__name__}:record_before_the_provider_is_set"
+    child = spawn(target, again=again, aliases={"default": MEMORY})
+
+    told = child.expect("returned")["value"]
+    assert told == {"held": [1], "busy": [0], "lost": [0], "backend.errors": [0]}
 
 
 def test_refusals_losses_and_errors_are_counted(
