@@ -30,14 +30,21 @@ _MEANT = {
     "zookeeper": "zk kazoo",
     "memcached": "memcache pymemcache",
     "redlock+redis": "redlock",
-    "cache": "caches django-redis",
+    "cache": "caches django-redis redis+sentinel sentinel",
+    "redis": "redis+cluster",
+    "unix": "redis+socket",
+}
+#: By scheme: what follows it.
+_BEHIND = {
+    "cache": ", with an alias of CACHES behind it",
+    "database": ", with an alias of DATABASES behind it",
 }
 _WORDS = {"true": True, "false": False, "none": None}
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 # Not urlsplit(), which takes several hosts with commas between them for one host. No @ may follow the hosts: the text
 # before that @ may be the rest of a password.
 _URL = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#@]*))?(\?(?P<query>[^#@]*))?",
+    r"(?P<scheme>[a-z][a-z0-9+-]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#@]*))?(\?(?P<query>[^#@]*))?",
     re.IGNORECASE,
 )
 
@@ -70,12 +77,13 @@ class Address(NamedTuple):
 
 def from_url(text: str) -> dict[str, Any]:
     """Return the settings of an alias from the URL *text*; ValueError, which hides the password, for a wrong URL."""
+    text = text.strip()  # of a file
     known = _URL.fullmatch(text)
     if known is None and "://" in text:
         quoted = "%23 stands for #, %2F for /, %3F for ?, %40 for @"
         raise ValueError(f"is a URL with a character that must be quoted: {quoted}.")
     if known is None:
-        [begin] = re.findall(r"^[\w+.]+", text) or [""]
+        [begin] = re.findall(r"^[\w+.-]+", text) or [""]
         raise ValueError(f"must be a dict or a URL. {_advice(begin)}")
     scheme = known["scheme"].lower()
     if scheme not in _MAKE:
@@ -93,8 +101,7 @@ def _advice(scheme: str) -> str:
         return f'Write a class as {{"BACKEND": "{scheme}"}}.'
     meant = next((right for right, wrong in _MEANT.items() if scheme.lower() in wrong.split()), "")
     for near in [meant] if meant else get_close_matches(scheme.lower(), _MAKE, 1):
-        what = ", with an alias of DATABASES behind it" if near == "database" else ""
-        return f"Write {near}://{what}."
+        return f"Write {near}://{_BEHIND.get(near, '')}."
     begins = ", ".join(f"{known}://" for known in _MAKE)
     return f"One begins with {begins}."
 

@@ -291,7 +291,7 @@ class ObjectLocksMixin(_Admin):
     """
 
     #: The aliases of DISTLOCK to ask; None: all.
-    object_locks_using: Iterable[str] | None = None
+    object_locks_using: str | Iterable[str] | None = None
 
     def get_object_locks(self, request: HttpRequest, obj: Model) -> Iterable[str | Model]:
         """Return the names of the locks to show with *obj*; by default, the name of ``lock(obj)``."""
@@ -303,7 +303,8 @@ class ObjectLocksMixin(_Admin):
         response: Any = super().render_change_form(request, context, *args, **kwargs)
         obj = context.get("original")
         if obj is not None and request.user.has_perm(VIEW):
-            aliases = locks if self.object_locks_using is None else self.object_locks_using
+            using = self.object_locks_using
+            aliases = locks if using is None else [using] if isinstance(using, str) else using
             rows, problems = look_up_names(self.get_object_locks(request, obj), aliases)
             response.context_data |= {
                 "distlock_rows": rows,

@@ -413,6 +413,17 @@ def test_action_asks_for_those_that_are_held_and_frees_them(
     assert [one.value for one in counters.filter(method_name__in=keys)] == sorted(tokens)
 
 
+def test_its_page_writes_the_fencing_token_as_logs_do(
+    name: str, viewer: Client, settings: Settings
+) -> None:
+    settings.USE_THOUSAND_SEPARATOR = True
+
+    with lock(name) as lease:
+        page = viewer.get(detail_url(row_of("default", name)))
+
+    assert f"<dd>{lease.fencing_token}</dd>" in page.text
+
+
 def test_page_of_a_held_lock_has_the_button_and_that_of_a_free_one_has_not(
     name: str, operator: Client
 ) -> None:

@@ -42,7 +42,7 @@ class AccountAdmin(ObjectLocksMixin, admin.ModelAdmin):  # type: ignore[type-arg
 
 
 class EditedFirst(EditLockMixin, ObjectLocksMixin, admin.ModelAdmin):  # type: ignore[type-arg]
-    object_locks_using = ("default",)
+    object_locks_using = "default"
 
 
 class EditedLast(ObjectLocksMixin, EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]

@@ -81,6 +81,10 @@ def test_a_url_names_the_backend_and_its_options(url: str) -> None:
     assert (found.ttl, found.timeout) == (DEFAULT_TTL, DEFAULT_TIMEOUT)
 
 
+def test_spaces_and_a_new_line_around_it_are_of_the_file_that_it_was_read_from() -> None:
+    assert read_alias("a", " redis://cache\n").options == {"location": "redis://cache"}
+
+
 def test_the_query_also_has_the_terms_of_the_alias() -> None:
     found = read_alias("a", "memory://?ttl=2.5&TIMEOUT=none&key_prefix=2026&strict=true")
 
@@ -127,6 +131,16 @@ WRONG = {
     ),
     "zk://one": "DISTLOCK['a'] has a URL that begins with zk://. Write zookeeper://.",
     "rediz://:secret@cache": "DISTLOCK['a'] has a URL that begins with rediz://. Write redis://.",
+    **{
+        f"{scheme}://one": f"DISTLOCK['a'] has a URL that begins with {scheme}://. Write {right}"
+        for scheme, right in {
+            "redis+sentinel": "cache://, with an alias of CACHES behind it.",
+            "django-redis": "cache://, with an alias of CACHES behind it.",
+            "redis+socket": "unix://.",
+            "redis+cluster": "redis://.",
+        }.items()
+    },
+    "redis://one?tl=60": "DISTLOCK['a']: OPTIONS: 'options', or the query of the URL: redis-py does not take them: ",
     "memcached://one,two": "DISTLOCK['a']: OPTIONS: 'server' names several servers of memcached",
     "memcached://u:secret@one": "DISTLOCK['a'] has a user or a password, which locks on memcached",
     "memory://?ttl=soon": "DISTLOCK['a']: TTL must be a number of seconds",

@@ -208,7 +208,7 @@ def source_of_url(url: str, options: Mapping[str, Any], **limits: Any) -> Source
             problem = "the URL has it" if name in _IN_URL else "locks have their own"
             raise ValueError(f"'options' cannot have {name!r}: {problem}.")
     source = Source(url, settings=options, **limits)
-    with _refused("'options'"):
+    with _refused("'options', or the query of the URL" if "?" in url else "'options'"):
         if source.is_cluster:
             _compare_with_clients(source)
         else:
