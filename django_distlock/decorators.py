@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
@@ -292,20 +293,26 @@ _KINDS = (
 )
 
 
-def refuse_unfinished(result: Any, title: str) -> None:
-    """Raise TypeError for a *result* of which nothing has run yet, and would run after the release of the lock."""
+def refuse_unfinished(result: Any, title: str, right: str = "") -> None:
+    """Raise TypeError for a *result* that runs, or goes on, after the release; *right* is what to write instead."""
     is_manager = isinstance(result, (ContextDecorator, AsyncContextDecorator))
     of = getattr(result, "gen", None) if is_manager else result  # of a @contextmanager function
     if inspect.isawaitable(result):
         what = "something to await"
-        right = "decorate the coroutine function itself, or mark this one with asgiref's markcoroutinefunction()"
+        right = right or (
+            "decorate the coroutine function itself, or mark this one with asgiref's markcoroutinefunction()"
+        )
     elif inspect.isgenerator(of) or inspect.isasyncgen(of):
         what = "a context manager" if is_manager else "a generator"
-        right = "put the lock directly above the generator function, below all other decorators"
+        right = right or (
+            "put the lock directly above the generator function, below all other decorators"
+        )
     else:
         return
-    # Otherwise Python warns that it was never awaited; a Future has no close().
-    getattr(result, "close", getattr(result, "cancel", bool))()
+    if inspect.iscoroutine(result):
+        result.close()  # otherwise Python warns that it was never awaited
+    elif asyncio.isfuture(result):
+        result.cancel()
     msg = f"{title}() returned {what}, which would run without the lock; {right}."
     raise TypeError(msg)
 
@@ -445,8 +452,12 @@ def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
     return None
 
 
-class _EveryAlias(set[str]):
-    """A set that contains every alias, so that Django begins no transaction; its items are those exempt before."""
+class _EveryAlias(frozenset[str]):
+    """Contains every alias, so that Django begins no transaction; its items are those exempt before.
+
+    Views that other decorators make of ours share it. It has no add(), for which non_atomic_requests() looks, so that
+    the view which it marks gets a set of its own.
+    """
 
     def __contains__(self, alias: object) -> bool:
         return True
@@ -474,7 +485,9 @@ class RequestTransactions:
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
         """Raise Django's error for async views with ATOMIC_REQUESTS; our marker on dispatch() keeps Django from raising it."""
-        if _is_async_view(self._view, args) and self._aliases(args):
+        # Django itself raises it for a coroutine function, unless method_decorator() has bound it.
+        of_class = () if iscoroutinefunction(self._view) else args
+        if _is_async_view(self._view, of_class) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
 
@@ -485,7 +498,7 @@ class RequestTransactions:
         view = request.resolver_match and request.resolver_match.func
         if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
             return []  # Django has begun the transactions itself, or the view is exempt
-        exempt = {*self._exempt, *getattr(view, "_non_atomic_requests", ())}
+        exempt = set(self._exempt)
         databases = connections.settings.items()
         return [
             alias for alias, known in databases if known["ATOMIC_REQUESTS"] and alias not in exempt
@@ -506,11 +519,15 @@ def of_view(
 
 
 def _is_async_view(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> bool:
-    """Return True for dispatch() of an async view, which method_decorator() has bound, or which is called with *args*."""
-    bound = getattr(function, "func", function)
-    view = getattr(bound, "__self__", None) or next(iter(args), None)
-    is_handler = getattr(bound, "__name__", "") in _HANDLERS
-    return is_handler and getattr(view, "view_is_async", False) is True
+    """Return True if *function* is bound to an async view, as by method_decorator(), or is its dispatch(), called with *args*."""
+    view = _bound_to(inspect.unwrap(function, stop=lambda each: _bound_to(each) is not None))
+    if view is None and args and getattr(function, "__name__", "") in _HANDLERS:
+        view = args[0]
+    return getattr(view, "view_is_async", False) is True
+
+
+def _bound_to(function: Callable[..., Any]) -> Any:
+    return getattr(getattr(function, "func", function), "__self__", None)
 
 
 def hold_until_closed(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .lock import LockTerms
 
 _T = TypeVar("_T")
+_RIGHT = "finish the work before it returns, or write await alead(...)"
 #: Most seconds until a server that has failed is asked again.
 LONGEST_PAUSE = 10.0
 
@@ -65,7 +66,7 @@ def lead(
             with candidate as lease:
                 pauses = Wait(None)
                 results.append(work(lease))
-                refuse_unfinished(results[0], "The function of lead")
+                refuse_unfinished(results[0], "The function of lead", _RIGHT)
                 if lease.lost:  # raise LockLost before the release, whose server may be down
                     lease.check()
         except (LockNotAcquired, LockNotHeld, LockBackendError, BaseExceptionGroup) as error:

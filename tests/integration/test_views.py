@@ -13,6 +13,7 @@ from django.test import AsyncClient, Client
 from django.urls import include, path, reverse
 from django.utils.decorators import method_decorator
 from django.views import View
+from django.views.decorators.csrf import csrf_exempt
 from pytest_django.fixtures import Settings
 from rest_framework.decorators import api_view
 from rest_framework.request import Request
@@ -75,26 +76,6 @@ class NonAtomicDispatchInside(View):
         return note("body")
 
 
-@method_decorator(transaction.non_atomic_requests, name="dispatch")
-@method_decorator(distributed_lock(NAME), name="dispatch")
-class NonAtomicAboveTheLock(View):
-    def get(self, request: HttpRequest) -> HttpResponse:
-        return note("body")
-
-
-@method_decorator(distributed_lock(NAME), name="dispatch")
-class NonAtomicInUrls(View):
-    def get(self, request: HttpRequest) -> HttpResponse:
-        return note("body")
-
-
-class NonAtomicOverride(View):
-    @method_decorator(transaction.non_atomic_requests)
-    @method_decorator(distributed_lock(NAME))
-    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        return note("body")
-
-
 @transaction.non_atomic_requests
 def non_atomic_with_a_service(request: HttpRequest) -> HttpResponse:
     return DecoratedMethod().dispatch(request)
@@ -152,6 +133,12 @@ class AsyncDispatch(View):
         return await is_held()
 
 
+@method_decorator([distributed_lock(NAME), csrf_exempt], name="dispatch")
+class AsyncList(View):
+    async def get(self, request: HttpRequest) -> HttpResponse:
+        return await is_held()
+
+
 class AsyncMethod(View):
     async def get(self, request: HttpRequest) -> HttpResponse:
         return await is_held()
@@ -204,9 +191,8 @@ urlpatterns = [
     path("non-atomic-get/", NonAtomicGet.as_view()),
     path("non-atomic-dispatch-outside/", NonAtomicDispatchOutside.as_view()),
     path("non-atomic-dispatch-inside/", NonAtomicDispatchInside.as_view()),
-    path("non-atomic-above/", NonAtomicAboveTheLock.as_view()),
-    path("non-atomic-override/", NonAtomicOverride.as_view()),
-    path("non-atomic-url/", transaction.non_atomic_requests(NonAtomicInUrls.as_view())),
+    path("non-atomic-url/", transaction.non_atomic_requests(DecoratedDispatch.as_view())),
+    path("non-atomic-again/", transaction.non_atomic_requests(csrf_exempt(function_view))),
     path("non-atomic-service/", non_atomic_with_a_service),
     path("non-atomic-rest/", non_atomic_rest),
     path("rest/", rest),
@@ -217,6 +203,7 @@ urlpatterns = [
     path("async/", async_view),
     path("async-dispatch/", AsyncDispatch.as_view()),
     path("async-method/", AsyncMethod.as_view()),
+    path("async-list/", AsyncList.as_view()),
     path("async-stream/", async_stream),
     path("stream/", stream),
     path("locking/", stream_that_locks),
@@ -224,7 +211,7 @@ urlpatterns = [
 pytestmark = pytest.mark.urls(__name__)
 
 ATOMIC_KINDS = ("/function/", "/rest/", "/decorated-dispatch/", "/decorated-method/")
-ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-method/")
+ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-method/", "/async-list/")
 
 
 @pytest.fixture
@@ -348,9 +335,8 @@ def test_the_transaction_of_atomic_requests_is_inside_the_lock(
         "/non-atomic-get/",
         "/non-atomic-dispatch-outside/",
         "/non-atomic-dispatch-inside/",
-        "/non-atomic-above/",
-        "/non-atomic-override/",
         "/non-atomic-url/",
+        "/non-atomic-again/",
         "/non-atomic-service/",
         "/non-atomic-rest/",
     ],

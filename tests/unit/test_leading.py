@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Never
@@ -123,8 +124,12 @@ def test_an_error_of_the_work_comes_out(error: Exception) -> None:
 def test_a_function_that_only_makes_a_coroutine_is_refused() -> None:
     async def work(lease: Lease, shop: int) -> None: ...
 
-    with pytest.raises(TypeError, match=r"something to await, which would run without the lock"):
-        lead("poller", lambda lease: work(lease, 7))
+    def parts(lease: Lease) -> Iterator[Lease]:
+        yield lease
+
+    for function in (parts, lambda lease: work(lease, 7)):
+        with pytest.raises(TypeError, match=r"which would run without the lock; finish the work"):
+            lead("poller", function)
     with pytest.raises(TypeError, match=r"functools.partial\(work, ...\) in place of a lambda"):
         asyncio.run(alead("poller", lambda lease: work(lease, 7)))
     asyncio.run(alead("poller", partial(work, shop=7)))
