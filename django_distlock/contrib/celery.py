@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Never, overload
@@ -113,9 +114,10 @@ def unique_task(
         is_bound = bool(options.get("bind"))
         once = Once(function, named, seconds, using, is_bound=is_bound, **terms)
         base = options.get("base")
-        kind = type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask
+        kind = type("UniqueTask", (UniqueTask, base), {}) if base else _Shared
         # Celery logs errors in `throws` in one line, without a traceback.
-        throws = (options.get("throws", ()), LockNotAcquired)
+        thrown = options.get("throws") or ()
+        throws = (*(thrown if isinstance(thrown, Iterable) else [thrown]), LockNotAcquired)
         return shared_task(**{**options, "base": kind, "throws": throws}, once=once)(function)
 
     return decorate(name) if is_decorated(name) else decorate
@@ -131,16 +133,7 @@ class _QueueLock(Lock):
         return replace(request, holder=replace(request.holder, task=self.task))
 
 
-class _OfAnyApp(type):
-    """The class of UniqueTask, for which each app makes the task on top of its own task class, as for a shared task."""
-
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-        if "app" in namespace and bases == (UniqueTask,):
-            bases = (UniqueTask, namespace["app"].Task)
-        return super().__new__(cls, name, bases, namespace)
-
-
-class UniqueTask(DjangoTask, metaclass=_OfAnyApp):  # type: ignore[misc]  # Celery has no types
+class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     """The base class of tasks made by unique_task()."""
 
     abstract = True
@@ -367,6 +360,21 @@ class UniqueTask(DjangoTask, metaclass=_OfAnyApp):  # type: ignore[misc]  # Cele
     def _id_of(self, holder: Holder | None) -> str | None:
         """Return the id of the task that *holder* names; None if it is not this task."""
         return task_id(holder.task, self.name) or None if holder else None
+
+
+class _OfAnyApp(type):
+    """The class of _Shared: each app makes the task on top of its own task class, as it makes a shared task."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+        if app := namespace.get("app"):
+            return type(name, (UniqueTask, app.Task), namespace)
+        return super().__new__(cls, name, bases, namespace)
+
+
+class _Shared(UniqueTask, metaclass=_OfAnyApp):
+    """Given to shared_task(), which has no other place to choose a base class for each app."""
+
+    abstract = True
 
 
 def _is_step(options: dict[str, Any]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any
 from uuid import uuid4
 
 import pytest
+
+from django_distlock import LockNotAcquired
 
 celery = pytest.importorskip("celery")
 unique_task: Any = pytest.importorskip("django_distlock.contrib.celery").unique_task
@@ -22,6 +25,10 @@ class Counted(celery.Task):  # type: ignore[misc, name-defined]  # Celery has no
         return super().apply_async(args, kwargs, **options)
 
 
+class Abstract(Counted, ABC):
+    """With a metaclass of its own."""
+
+
 class Other(celery.Task):  # type: ignore[misc, name-defined]  # as above
     pass
 
@@ -29,8 +36,10 @@ class Other(celery.Task):  # type: ignore[misc, name-defined]  # as above
 @pytest.mark.parametrize("is_final", [True, False])
 @pytest.mark.parametrize(
     ("of_app", "base"),
-    [(Counted, None), (Other, Counted), (Counted, Counted), (Other, None)],
-    ids=["of the app", "of its own", "both", "neither"],
+    [
+        *((Counted, None), (Other, Counted), (Counted, Counted), (Other, None)),
+        *((Abstract, None), (Other, Abstract)),
+    ],
 )
 def test_a_task_is_of_the_class_of_its_app_or_of_its_own(
     of_app: type, base: type | None, is_final: bool
@@ -51,12 +60,14 @@ def test_a_task_is_of_the_class_of_its_app_or_of_its_own(
     assert shared in [each.__name__ for each in type(task).__mro__]
     assert (Other in type(task).__mro__) == (shared == "Other")
     assert [task.delay(7).get(), task.delay(7).get()] == [7, 7]
-    assert getattr(task, "sent", 0) == (2 if shared == "Counted" else 0)
+    assert getattr(task, "sent", 0) == (0 if shared == "Other" else 2)
 
 
-def test_throws_may_be_one_class() -> None:
+@pytest.mark.parametrize("thrown", [KeyError, (KeyError,), [KeyError], None], ids=str)
+def test_throws_may_be_one_class_or_several_or_none(thrown: Any) -> None:
     app = celery.Celery(set_as_current=False)
     name = f"import-{uuid4()}"
-    unique_task(throws=KeyError, name=name)(test_throws_may_be_one_class)
+    unique_task(throws=thrown, name=name)(test_throws_may_be_one_class_or_several_or_none)
 
-    assert isinstance(KeyError(), app.tasks[name].throws)
+    assert isinstance(KeyError(), app.tasks[name].throws) == bool(thrown)
+    assert isinstance(LockNotAcquired("a"), app.tasks[name].throws)
