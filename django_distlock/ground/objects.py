@@ -18,22 +18,26 @@ CLAIM = "_distlock_claim"
 def object_name(instance: Model) -> str:
     """Return the name of the lock of *instance*, such as "shop.account:7"; ValueError if it is not saved.
 
-    An instance of a proxy, or of a model that inherits tables, shares the name with the row of its topmost model.
+    An instance of a proxy, or of a model that inherits a table, shares the name with the row that it inherits: along
+    the primary key, or else along the first link to a parent.
     """
-    if instance.pk is None or instance._state.adding:
+    model: Any = instance._meta.concrete_model
+    key = None if instance._state.adding else instance.pk
+    while key is not None and (link := _parent_link(model._meta)):
+        model, key = link.remote_field.model, getattr(instance, link.attname)
+    if key is None:
         msg = f"This {instance._meta.label} is not saved, so it has no lock of its own."
         raise ValueError(msg)
-    model: Any = instance._meta.concrete_model
-    key = instance.pk
-    # The first link to a parent is the primary key of a child that has no key of its own.
-    while link := next(
-        (each for each in model._meta.parents.values() if each.model is model), None
-    ):
-        model, key = link.remote_field.model, getattr(instance, link.attname)
     if not isinstance(key, tuple):
         return f"{model._meta.label_lower}:{_stored(model._meta.pk, key)}"
     key = tuple(map(_stored, model._meta.pk_fields, key))
     return f"{model._meta.label_lower}:{key}"
+
+
+def _parent_link(meta: Any) -> Any:
+    if getattr(meta.pk.remote_field, "parent_link", False):
+        return meta.pk
+    return next((link for link in meta.parents.values() if link.model is meta.model), None)
 
 
 def _stored(field: Any, value: Any) -> Any:

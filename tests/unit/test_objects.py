@@ -58,6 +58,11 @@ with isolate_apps("testproject"):
     class Parcel(InTestproject):
         key = models.UUIDField(primary_key=True)
 
+    class Second(Parcel, Purse):
+        """Its key is the link to its second parent."""
+
+        purse = models.OneToOneField(Purse, models.CASCADE, parent_link=True, primary_key=True)
+
     class Rate(InTestproject):
         rate = models.DecimalField(primary_key=True, max_digits=8, decimal_places=2)
 
@@ -125,6 +130,7 @@ KEY = uuid.UUID(int=7)
         (Savings(pk=7), Purse(pk=7), "purse:7"),
         (Treasure(pk=7), Savings(pk=7), "purse:7"),
         (Beside(key=KEY, purse_id="7"), Purse(pk=7), "purse:7"),
+        (Second(key=KEY, purse_id=7), Purse(pk=7), "purse:7"),
         (Parcel(key=KEY.hex), Parcel(key=KEY), f"parcel:{KEY}"),
         (Line(purse_id="7", number=2), Line(purse_id=7, number=2), "line:(7, 2)"),
         (Rate(rate="1.5"), Rate(rate=Decimal("1.50")), "rate:1.50"),
@@ -153,6 +159,11 @@ def test_a_row_has_one_name_by_its_model_and_key_made_or_read_through_any_of_its
         assert paint(row) == f"paint:testproject.{name}"
     with pytest.raises(LockLost), lock(read):
         assert force_release(given) == 1
+
+
+def test_a_row_without_its_inherited_row_has_none() -> None:
+    with pytest.raises(ValueError, match=r"testproject\.Beside is not saved"):
+        lock(saved(Beside(key=KEY)))
 
 
 @pytest.mark.parametrize("instance", [Account(), Account(pk=7), saved(Account())])
