@@ -30,8 +30,8 @@ _MEANT = {
     "zookeeper": "zk kazoo",
     "memcached": "memcache pymemcache",
     "redlock+redis": "redlock",
-    "cache": "caches django-redis redis+sentinel sentinel",
-    "redis": "redis+cluster",
+    "cache": "caches django-redis redis+sentinel redis-sentinel sentinel",
+    "redis": "redis+cluster redis-cluster",
     "unix": "redis+socket",
 }
 #: By scheme: what follows it.
@@ -77,7 +77,7 @@ class Address(NamedTuple):
 
 def from_url(text: str) -> dict[str, Any]:
     """Return the settings of an alias from the URL *text*; ValueError, which hides the password, for a wrong URL."""
-    text = text.strip()  # of a file
+    text = text.strip()  # a text that was read from a file ends with a new line
     known = _URL.fullmatch(text)
     if known is None and "://" in text:
         quoted = "%23 stands for #, %2F for /, %3F for ?, %40 for @"

@@ -314,8 +314,8 @@ class _Asked:
             return self._once.refusal(self._args, 410, "too-large")
         response = HttpResponse(base64.b64decode(answer["body"]), status=answer["status"])
         response.headers = ResponseHeaders({**answer["headers"], REPLAYED: "true"})
-        if url := response.headers.get("Location"):
-            response.url = url  # type: ignore[attr-defined]  # for Django's test client, which follows a redirect
+        if 300 <= answer["status"] < 400 and (url := response.headers.get("Location")):
+            response.url = url  # type: ignore[attr-defined]  # for Django's test client, which follows it
         return response
 
     def _without_lease(self, problem: Exception) -> HttpResponse | None:
