@@ -72,6 +72,11 @@ class Attempt:
     left: float | None = None
 
     @property
+    def over(self) -> float | None:
+        """When the holding has ended, or the attempt without one; None for that of a process that was killed meanwhile."""
+        return self.left if self.outcome == "got" else self.ended
+
+    @property
     def of_what(self) -> str:
         """The lock, or the place of it, that has one holder."""
         return self.lock if self.place is None else f"{self.lock}, place {self.place}"
@@ -327,7 +332,7 @@ def _has_rival(run: Run, attempt: Attempt) -> bool:
         each.id != attempt.id
         and (each.worker, each.lock) == (attempt.worker, attempt.lock)
         and each.asked <= (attempt.ended or 0.0)
-        and (each.left or each.ended or attempt.asked) >= attempt.asked
+        and (each.over is None or each.over >= attempt.asked)
         for each in run.attempts.values()
     )
 

@@ -257,6 +257,18 @@ def test_a_caller_of_the_same_process_may_be_in_the_way_while_the_server_hangs(
     assert history.broken == []
 
 
+def test_so_may_a_holder_whose_process_is_killed_before_its_release_has_an_answer(
+    history: History,
+) -> None:
+    history.fault("server hangs", 1, 4, "X")
+    history.event(0, "asked", "w1", id="1", lock="a", timeout=1.0, shared=False)
+    history.event(0.5, "got", "w1", id="1", token=1)
+    history.event(2, "asked", "w1", id="2", lock="a", timeout=0.0, shared=False)
+    history.event(3, "refused", "w1", id="2")
+
+    assert history.broken == []
+
+
 def test_a_lost_update_of_a_claimed_row_is_found(history: History) -> None:
     for kind, counted in {"claimed": 9, "unfenced": 7}.items():
         history.event(9, "row", "operator", lock="a", row=kind, receipts=10, counted=counted)
