@@ -479,7 +479,13 @@ class Lock:
 
     def leave_at_once(self, *error: Any) -> None:
         """Leave a block whose body has not begun: release the lease of enter() at once, also in a transaction."""
+        self.innermost().lease.note_unused()
         self.__exit__(*error, at_once=True)  # type: ignore[call-arg]  # mypy drops names in special methods
+
+    async def aleave_at_once(self, *error: Any) -> None:
+        """Leave a block whose body has not begun."""
+        self.innermost().lease.note_unused()
+        await self.__aexit__(*error)
 
     def keep_acquired(self, lease: Lease) -> None:
         """Keep *lease*, which enter() returned, until release(): the end of a block does not release it."""
@@ -507,6 +513,7 @@ class Lock:
             note(lease)
         except BaseException:
             if lease.entries is not entries:  # an asynchronous exception may come after the grant
+                lease.note_unused()
                 lease.give_back_later()
             raise
         return lease
@@ -537,6 +544,7 @@ class Lock:
             note(lease)
         except BaseException:
             if lease.entries is not entries:
+                lease.note_unused()
                 lease.give_back_later()
             raise
         return lease

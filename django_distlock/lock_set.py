@@ -170,7 +170,7 @@ class LockSet:
                         leases[lock] = await lock.aenter(
                             wait.left, caller=caller, key=keys[lock] if keys else ""
                         )
-                        stack.push_async_exit(lock)
+                        stack.push_async_exit(lock.aleave_at_once)
                     return self._all_held(leases, stack)
             except LockLost:
                 if wait.is_over:

@@ -42,7 +42,8 @@ class LockedObject(Generic[_M]):
 
     async def __aenter__(self) -> _M:
         async with AsyncExitStack() as stack:
-            lease = await stack.enter_async_context(self._lock)
+            lease = await self._lock.__aenter__()
+            stack.push_async_exit(self._lock.aleave_at_once)
             await sync_to_async(self._read_under)(lease)
             stack.pop_all()
         return self._instance

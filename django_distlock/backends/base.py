@@ -127,7 +127,8 @@ class BaseLockBackend(ABC):
     def release(self, request: Request) -> Release:
         """Release the lock of this owner, and wake the next waiter. A repetition returns the same answer.
 
-        The ``min_hold`` of *request* reserves the lock only if its lease has not ended yet.
+        The ``min_hold`` of *request* reserves the lock only if its lease has not ended yet. It is 0 if the lease was
+        never used: the lock is then free at once, whatever *min_hold* it was granted with.
         """
 
     @abstractmethod

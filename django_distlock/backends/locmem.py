@@ -188,7 +188,8 @@ class LocMemBackend(BaseLockBackend):
             if holding is None:
                 return Release.TAKEN if record.holdings else Release.GONE
             self._memory.released.add(request.owner)
-            record.available = max(record.available, holding.acquired + request.min_hold)
+            reserved = holding.acquired + request.min_hold
+            record.available = max(record.available, reserved) if request.shared else reserved
             if record.is_over(now):
                 del self._memory.records[request.key]
             self.queue.look_again(request.line)

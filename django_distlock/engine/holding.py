@@ -557,6 +557,11 @@ class Holding:
         """Note that the work under the lock has failed: with free_on_error, min_hold does not count."""
         self.hold_on_success = 0.0
 
+    def note_unused(self) -> None:
+        """Note that no work has begun under the lock: if nobody has entered it again, min_hold does not count."""
+        if len(self.entries) == 1:
+            self.hold_on_success, self.request = 0.0, replace(self.request, min_hold=0.0)
+
     # The request, and the local queue.
 
     def ask_for(self, place: int | None) -> None:

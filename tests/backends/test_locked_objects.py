@@ -239,9 +239,11 @@ def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
         assert elsewhere(refused)
 
     Fee.objects.using(database).filter(pk=fee.pk).delete()
-    with pytest.raises(Fee.DoesNotExist), locked(fee, using=database):
+    with pytest.raises(Fee.DoesNotExist), locked(fee, using=database, min_hold=100):
         pytest.fail("it was deleted")
     assert not lock(fee, using=database).locked()
+    with lock(fee, using=database, timeout=0):
+        pass  # nor is it reserved
 
 
 def test_a_model_can_demand_the_claim(

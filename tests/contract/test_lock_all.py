@@ -53,6 +53,27 @@ def test_one_that_is_busy_leaves_none_taken(
         assert rival(of=names[number]).tries()
 
 
+@needs("min_hold")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_was_never_used_is_not_reserved(
+    using: str, names: list[str], rival: Rivals, is_async: bool
+) -> None:
+    async def enter() -> None:
+        async with lock_all(*names, using=using, timeout=0, min_hold=100):
+            pytest.fail("one of them is held by somebody else")
+
+    rival(of=names[2]).takes()
+    with pytest.raises(LockNotAcquired) as caught:
+        if is_async:
+            asyncio.run(enter())
+        lock_all(*names, using=using, timeout=0, min_hold=100).__enter__()
+
+    assert caught.value.name == names[2]
+    with lock(names[0], using=using, timeout=0), pytest.raises(LockNotAcquired):
+        lock_all(*names, using=using, timeout=0, min_hold=100).__enter__()
+    assert all(rival(of=name).tries() for name in names[:2])
+
+
 def test_they_share_one_timeout(
     using: str, names: list[str], rival: Rivals, tick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@ local record, readers, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4],
 local owner, is_final = ARGV[2], ARGV[3] == '1'
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local known = redis.call('HMGET', record, 'lease', 'ended')
+local known = redis.call('HMGET', record, 'lease', 'ended', 'available')
 local since, lasts, holder = string.match(known[1] or '', '^(%d+) (%d+) (.*)$')
 local mark = string.sub(owner, 1, 16)
 local ended = string.sub(mark .. ' ' .. (known[2] or ''), 1, 136)
@@ -27,6 +27,8 @@ if answer == 1 and (ARGV[4] or '0') ~= '0' then
     local left = math.ceil((available - now) / 1000) + 7200000
     if redis.call('PTTL', record) < left - 600000 then redis.call('PEXPIRE', record, left) end
   end
+elseif answer == 1 and field == 'holder' and known[3] then
+  redis.call('HDEL', record, 'available') -- it was never used: its own min_hold, of when it was granted
 end
 if field ~= 'holder' then redis.call('HDEL', record, field) end
 if is_final then
