@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import models
@@ -176,13 +177,21 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
 
         def save(self, *args: Any, **kwargs: Any) -> None:
             kwargs |= dict(zip(_SAVE, args, strict=False))
-            if claim := self.__dict__.get(CLAIM):
+            claim = self.__dict__.get(CLAIM)
+            if claim is not None and not claim.is_passed:
                 claim.save(self, super().save, **kwargs)
                 return
-            if self.must_be_claimed and CLAIM not in self.__dict__ and not self._state.adding:
+            if self.must_be_claimed and claim is None and not self._state.adding:
                 problem = "its row must be claimed before it is saved, by locked() or lease.claim()"
                 raise LockNotHeld(object_name(self), problem)
             super().save(**kwargs)
+
+        def __getstate__(self) -> dict[str, Any]:
+            """Return what a copy or a pickle has: also during save(), as in a receiver of post_save, the whole claim."""
+            state: dict[str, Any] = super().__getstate__()
+            if claim := state.get(CLAIM):
+                state[CLAIM] = replace(claim, is_passed=False)
+            return state
 
         def refresh_from_db(
             self, using: str | None = None, fields: Any = None, from_queryset: Any = None
@@ -194,6 +203,7 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
 
         def delete(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(_DELETE, args, strict=False))
-            if claim := self.__dict__.get(CLAIM):
+            claim = self.__dict__.get(CLAIM)
+            if claim is not None and not claim.is_passed:
                 return claim.delete(self, super().delete, **kwargs)
             return super().delete(**kwargs)

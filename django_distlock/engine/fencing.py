@@ -9,7 +9,7 @@ read, the old one can write after that, and the new one then overwrites it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -47,6 +47,8 @@ class Claim:
 
     name: str
     token: int
+    #: The instance is being saved, and its fence was compared.
+    is_passed: bool = False
 
     @classmethod
     def of(cls, lease: Holding) -> Claim:
@@ -71,7 +73,7 @@ class Claim:
             if key is not None and not _pass_fences(self, rows, [key]):
                 kwargs = _with_insert(instance, kwargs)
             instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
-            setattr(instance, CLAIM, None)
+            setattr(instance, CLAIM, replace(self, is_passed=True))
             try:
                 write(**kwargs)
             finally:
@@ -191,6 +193,11 @@ def _as_claimed(queryset: Any, claim: Claim) -> Any:
 
 def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet[Any]:
     rows = queryset.using(_database(queryset))
+    if rows.query.where.contains_over_clause:
+        raise ValueError(
+            "claim() selects the claimed rows again, and a filter on a window function would then select others: "
+            "claim Model.objects.filter(pk__in=[...]), with the keys of these rows."
+        )
     _check_can_protect(rows.model, rows.db)
     connection: Any = connections[rows.db]
     is_in_transaction = not connection.get_autocommit()

@@ -11,7 +11,7 @@ from typing import Any
 from django.db.models import Model
 from django.utils.timezone import is_aware
 
-#: The attribute with the Claim of a claimed instance; None while the Claim saves the instance.
+#: The attribute with the Claim of a claimed instance.
 CLAIM = "_distlock_claim"
 
 

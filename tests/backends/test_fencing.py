@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections, transaction
-from django.db.models import Count
+from django.db.models import Count, F, Window
+from django.db.models.functions import RowNumber
+from django.db.models.signals import post_save
 
 from django_distlock import NotSupported, StaleFencingToken, lock
 from testproject.models import Account
 from tests.backends.conftest import SERVERS
+from tests.contract.crew import listening
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +66,42 @@ def test_a_refused_claim_of_many_rows_raises_no_fence(
 
     assert accounts.get(pk=account.pk).fence == account.fence
     other.delete()
+
+
+def test_rows_that_a_window_function_selects_are_refused_before_a_fence_is_raised(
+    database: str, name: str, account: Account
+) -> None:
+    number = Window(RowNumber(), partition_by="name", order_by=F("pk").asc())
+    rows = Account.objects.using(database).annotate(number=number).filter(number=1)
+
+    with lock(name, using=database) as lease, pytest.raises(ValueError, match="window function"):
+        lease.claim(rows)
+
+    assert rows.get(pk=account.pk).fence == account.fence
+
+
+def pickled(account: Account) -> Account:
+    again: Account = pickle.loads(pickle.dumps(account))
+    return again
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_that_is_made_while_it_is_saved_is_refused_like_a_later_one(
+    database: str, account: Account, holders: Holders, duplicate: Callable[[Account], Account]
+) -> None:
+    copies: list[Account] = []
+
+    def keep(instance: Account, **_: object) -> None:
+        copies.append(duplicate(instance))
+
+    first, second = holders
+    mine = first.claim(account)
+    with listening(post_save, keep):
+        mine.save()
+    second.claim(account).save()
+
+    with pytest.raises(StaleFencingToken):
+        copies[0].save()
 
 
 SLICES: dict[str, Callable[[QuerySet[Account]], QuerySet[Account]]] = {
