@@ -232,9 +232,17 @@ class NameTemplate:
             problem = (
                 "is None, empty or not saved, so all such calls would share one lock; pass a value"
             )
-        elif inspect.isroutine(value) or hex(id(value)) in filled:
+        elif inspect.isroutine(value) or not _is_same_everywhere(value, filled):
             problem = "has no text that is the same in every process; use an attribute such as pk"
         else:
             return filled
         msg = f"{{{field}}} in the lock name {self.text!r} of {self._title}() {problem}."
         raise ValueError(msg)
+
+
+def _is_same_everywhere(value: object, text: str) -> bool:
+    """Return False if *text*, of *value*, is another in each process: it has the order of a set, or an object's address."""
+    if isinstance(value, str):
+        return True
+    has_address = hex(id(value)) in text or " at 0x" in text
+    return not has_address and not isinstance(value, (set, frozenset))

@@ -212,6 +212,10 @@ def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
 
     with pytest.raises(ValueError, match="the same in every process; use an attribute such as pk"):
         _template(text, charge)(Plain())
+    for several in ([Plain()], {"red", "green"}, frozenset({1})):
+        with pytest.raises(ValueError, match="the same in every process"):
+            _template("{account}", charge)(several)
+    assert _template("{account}", charge)("room at 0x1f") == "room at 0x1f"
 
 
 def test_what_is_no_field_stays_as_it_is() -> None:
