@@ -14,7 +14,7 @@ from .engine.registry import registry
 from .engine.values import Busy, Grant, LockState
 from .exceptions import LockNotAcquired
 from .ground.holder import Holder
-from .ground.naming import checked_name
+from .ground.naming import LONGEST_LISTED, checked_name, printable
 from .handler import locks
 from .lock import lock
 
@@ -54,14 +54,21 @@ class override_locks(override_settings):  # noqa: N801 - as Django's override_se
             raise TypeError(msg)
         kind = DummyBackend if free else BusyBackend
         # TEST overrides an alias that keeps its own backend in tests.
-        instead = {"BACKEND": f"{kind.__module__}.{kind.__name__}", "TEST": {"BACKEND": None}}
+        self._instead = {"BACKEND": f"{kind.__module__}.{kind.__name__}", "TEST": {"BACKEND": None}}
+        super().__init__(DISTLOCK=self._aliases())
+
+    def enable(self) -> None:
+        """Override the settings of now: those of the class, for the decorator of a method."""
+        self.options = {"DISTLOCK": self._aliases()}
+        super().enable()
+
+    def _aliases(self) -> dict[str, Any]:
         written: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
-        aliases = {
-            alias: {key: terms[key] for key in terms.keys() & _TERMS} | instead
+        return {
+            alias: {key: terms[key] for key in terms.keys() & _TERMS} | self._instead
             for alias, given in written.items()
             for terms in [as_dict(alias, given)]
         }
-        super().__init__(DISTLOCK=aliases)
 
 
 @contextmanager
@@ -95,7 +102,7 @@ def held_elsewhere(
 
 def assert_held(name: str, using: str = DEFAULT_ALIAS) -> None:
     """Raise AssertionError unless somebody holds the lock *name*, or one of its places."""
-    if not lock(name, using=using).locked() and name not in _held(using):
+    if not lock(name, using=using).locked() and _listed(name) not in _held(using):
         msg = f"Nobody holds lock {name!r}. Held: {', '.join(_held(using)) or 'none'}."
         raise AssertionError(msg)
 
@@ -104,7 +111,7 @@ def assert_not_held(name: str | None = None, using: str = DEFAULT_ALIAS) -> None
     """Raise AssertionError if somebody holds the lock *name*, or any lock of the alias."""
     found = _held(using)
     if name is not None:
-        is_held = lock(name, using=using).locked() or name in found
+        is_held = lock(name, using=using).locked() or _listed(name) in found
         found = [name] if is_held else []
     if found:
         msg = f"Held: {', '.join(map(repr, found))}."
@@ -115,6 +122,11 @@ def reset_locks() -> None:
     """Release all locks of this process, and drop all locks that are in memory."""
     registry.release_all()
     locks.reset()
+
+
+def _listed(name: str) -> str:
+    """Return *name* as listings have it."""
+    return printable(checked_name(name), LONGEST_LISTED)
 
 
 def _held(using: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The kit for the tests of users."""
 
+import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory, SimpleTestCase
-from django.test.utils import override_settings
+from django.test.utils import override_settings, setup_test_environment
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, locks, respond, testing
 from django_distlock.testing import (
@@ -20,6 +21,7 @@ from django_distlock.testing import (
 )
 from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
+from tests.fixtures.processes import Spawn
 from tests.fixtures.tenancy import tenant
 from tests.integration.aliases import MEMORY
 
@@ -133,6 +135,42 @@ def work(request: HttpRequest) -> HttpResponse:
     return HttpResponse("done")
 
 
+@override_settings(DISTLOCK={"default": MEMORY, "reports": {**MEMORY, "TTL": 5}})
+class TestOverrides(SimpleTestCase):
+    @override_locks(free=True)
+    def test_a_method_has_the_aliases_of_its_class(self) -> None:
+        with lock("a", using="reports") as lease:
+            assert lease.ttl == 5
+
+
+def test_names_are_told_however_they_are_written() -> None:
+    for name in ("a\nb", "e\u0301"):
+        with lock(name, limit=2):
+            assert_held(name)
+            with pytest.raises(AssertionError):
+                assert_not_held(name)
+
+
+def run_a_test_again() -> list[int]:
+    """Run one test three times, as a runner does that tries a failed test again; return how many errors each run had."""
+
+    class Tests(SimpleTestCase):
+        def test_report(self) -> None:
+            with lock("a", timeout=0, min_hold=600):
+                pass
+
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    setup_test_environment()
+    results = [Tests("test_report").run() for _ in range(3)]
+    return [len(each.errors) for each in results if each]
+
+
+def test_a_test_that_runs_again_begins_without_locks(spawn: Spawn) -> None:
+    child = spawn(f"{__name__}:run_a_test_again", aliases={"default": MEMORY})
+
+    assert child.expect("returned")["value"] == [0, 0, 0]
+
+
 def test_free_locks_exclude_nobody() -> None:
     with override_locks(free=True):
         with held_elsewhere("work"):
@@ -179,6 +217,13 @@ def test_what_is_held_is_so_after_other_settings_too(other: override_settings) -
     with lock("a") as later:
         assert later.fencing_token > token  # type: ignore[operator]  # the memory gives tokens
     assert_not_held()
+
+
+def test_what_somebody_else_holds_is_so_after_other_settings_too() -> None:
+    with held_elsewhere("a"):
+        with override_settings(CACHES={}), override_locks(free=True):
+            pass
+        assert is_busy("a")
 
 
 def test_other_settings_of_locks_in_memory_let_nobody_in() -> None:
