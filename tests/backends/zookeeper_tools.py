@@ -71,10 +71,19 @@ def nodes(alias: str = "locks") -> list[ZooKeeperNode]:
 def expire(ensemble: Ensemble, alias: str = "locks") -> None:
     """Have the ensemble end the session of *alias*: whoever knows its secret may close it."""
     mine = eventually(lambda: backend(alias)._session.client)
-    twin = KazooClient(ensemble.hosts, client_id=mine.client_id)
-    twin.start()
-    twin.stop()
-    twin.close()
+    known = mine.client_id
+
+    def has_ended() -> bool:
+        """Close the session, unless it has ended: a twin then gets another one."""
+        twin = KazooClient(ensemble.hosts, client_id=known)
+        twin.start()
+        is_same = twin.client_id[0] == known[0]
+        twin.stop()
+        twin.close()
+        return not is_same
+
+    # If *mine* connects again before the twin closes the session, ZooKeeper refuses the twin.
+    eventually(has_ended)
 
 
 def delete(ensemble: Ensemble, node: ZooKeeperNode) -> None:

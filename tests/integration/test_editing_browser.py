@@ -49,6 +49,13 @@ class Editor(Operator):
         found = self.browser.find_elements(By.CSS_SELECTOR, ".distlock-edit-message")
         return str(found[0].text) if found else ""
 
+    def is_told(self, text: str) -> None:
+        """Wait until the page says *text* of who edits the object."""
+        try:
+            eventually(lambda: text in self.says(), PATIENCE)
+        except AssertionError:
+            pytest.fail(f"the page of {self.user} says {self.says()!r}, not {text!r}")
+
     def type_name(self, text: str) -> None:
         field = self.find("#id_name")
         field.clear()
@@ -136,7 +143,7 @@ def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account:
     assert bob.has(SAVE)
     assert bob.says() == ""
 
-    eventually(lambda: "Being edited by Bob" in ada.says(), PATIENCE, "the first editor is told")
+    ada.is_told("Being edited by Bob")
     assert ada.says().endswith("What you have typed stays here.")
     assert ada.find("#id_name").get_attribute("value") == "typed by Ada"
     ada.press(SAVE)
@@ -145,9 +152,9 @@ def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account:
 
     bob.type_name("saved by Bob")
     bob.press(SAVE)
-    eventually(
-        lambda: "changed after you had opened" in ada.says(), PATIENCE, "the first is told again"
-    )
+    account.refresh_from_db()
+    assert account.name == "saved by Bob"
+    ada.is_told("changed after you had opened")
     ada.press(SAVE)
     assert "saved by Bob" in ada.find(".distlock-edit-changes").text
     assert ada.find("#id_name").get_attribute("value") == "typed by Ada"
