@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import models
@@ -190,7 +189,7 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
             """Return what a copy or a pickle has: also during save(), as in a receiver of post_save, the whole claim."""
             state: dict[str, Any] = super().__getstate__()
             if claim := state.get(CLAIM):
-                state[CLAIM] = replace(claim, is_passed=False)
+                state[CLAIM] = claim.kept()
             return state
 
         def refresh_from_db(

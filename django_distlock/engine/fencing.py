@@ -9,7 +9,7 @@ read, the old one can write after that, and the new one then overwrites it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -45,10 +45,15 @@ _VALUES = ValuesIterable, ValuesListIterable, FlatValuesListIterable
 class Claim:
     """The lock and the token by which an instance was claimed: its save() and delete() compare the fence."""
 
+    #: Whether the instance is being saved now, so that its fence was compared.
+    is_passed: ClassVar[bool] = False
+
     name: str
     token: int
-    #: The instance is being saved, and its fence was compared.
-    is_passed: bool = False
+
+    def kept(self) -> Claim:
+        """Return the claim for a copy of the instance."""
+        return Claim(self.name, self.token)
 
     @classmethod
     def of(cls, lease: Holding) -> Claim:
@@ -73,7 +78,7 @@ class Claim:
             if key is not None and not _pass_fences(self, rows, [key]):
                 kwargs = _with_insert(instance, kwargs)
             instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
-            setattr(instance, CLAIM, replace(self, is_passed=True))
+            setattr(instance, CLAIM, _Passed(self.name, self.token))
             try:
                 write(**kwargs)
             finally:
@@ -85,6 +90,10 @@ class Claim:
         with transaction.atomic(using=rows.db):
             _pass_fences(self, rows, [_written_key(instance)])
             return delete(**kwargs)
+
+
+class _Passed(Claim):
+    is_passed = True
 
 
 def claim(lease: Holding, target: Any) -> Any:
