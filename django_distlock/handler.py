@@ -267,7 +267,11 @@ def _watch_exit_of_child() -> None:
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
     if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
-        in_use = {alias: kept for alias, kept in memory.items() if kept.records}
+        in_use = {
+            alias: kept
+            for alias, kept in memory.items()
+            if any(record.holdings for record in kept.records.values())
+        }
         locks.reset()
         memory.update(in_use)
 

@@ -76,6 +76,8 @@ class Holding:
     due = 0.0
     #: With free_on_error: the min_hold that counts if nothing fails until the release.
     hold_on_success = 0.0
+    #: Whether it was entered again, so that work may have been done under it.
+    was_entered_again = False
     #: Whether the last entry has been left, and the end of a transaction will release the lease.
     awaits_end = False
     #: Ends the wait of lead() for the lock.
@@ -248,7 +250,7 @@ class Holding:
         with self._mutex:
             if not self.entries:
                 raise self._not_held()
-            self.entries = [*self.entries, entering_caller()]
+            self.entries, self.was_entered_again = [*self.entries, entering_caller()], True
             if begun := transactions.open_here():
                 self.began_in = weakref.WeakSet((*self.began_in, *begun))
         return self
@@ -558,8 +560,8 @@ class Holding:
         self.hold_on_success = 0.0
 
     def note_unused(self) -> None:
-        """Note that no work has begun under the lock: if nobody has entered it again, min_hold does not count."""
-        if len(self.entries) == 1:
+        """Note that no work has begun under the lock, so that min_hold does not count; does nothing after another entry."""
+        if not self.was_entered_again:
             self.hold_on_success, self.request = 0.0, replace(self.request, min_hold=0.0)
 
     # The request, and the local queue.

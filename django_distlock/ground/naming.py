@@ -29,6 +29,8 @@ logger = logging.getLogger("django_distlock")
 _PLAIN = re.compile(r"[a-z0-9._:@=/-]{1,100}", re.ASCII)
 _UNSAFE = re.compile(r"[^a-z0-9._:@=/-]+")
 _STUB = 40
+#: The end of Python's text for an object that has none of its own, as for those in a list.
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
 #: An argument and its public attributes: no item, no call, no attribute with a leading underscore.
 _FIELD = re.compile(r"[^\W\d]\w*(\.[^\W\d_]\w*)*")
 #: Characters that a label has as they are, beside letters, digits and ``~``.
@@ -244,5 +246,5 @@ def _is_same_everywhere(value: object, text: str) -> bool:
     """Return False if *text*, of *value*, is another in each process: it has the order of a set, or an object's address."""
     if isinstance(value, str):
         return True
-    has_address = hex(id(value)) in text or " at 0x" in text
-    return not has_address and not isinstance(value, (set, frozenset))
+    has_address = hex(id(value)) in text or _ADDRESS.search(text)
+    return not has_address and type(value) not in (set, frozenset)

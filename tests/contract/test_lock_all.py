@@ -14,7 +14,7 @@ from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
 
-from .crew import ataken, start, together, waiting_for
+from .crew import ataken, elsewhere, start, together, waiting_for
 from .faults import Faulty
 from .profiles import needs
 from .rivals import Rivals
@@ -72,6 +72,28 @@ def test_what_was_never_used_is_not_reserved(
     with lock(names[0], using=using, timeout=0), pytest.raises(LockNotAcquired):
         lock_all(*names, using=using, timeout=0, min_hold=100).__enter__()
     assert all(rival(of=name).tries() for name in names[:2])
+
+
+@needs("min_hold")
+def test_what_was_used_before_is_reserved(
+    using: str, names: list[str], rival: Rivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = lock(names[0], using=using, min_hold=100), rival(of=names[1])
+    other.takes()
+    lease = first.acquire()
+    assert lease
+
+    def leave_and_refuse(self: Lock, timeout: float | None, **more: Any) -> Lease:
+        if self.name == names[1]:
+            elsewhere(lease.release)  # as a task that is cancelled while its thread waits
+        return enter(self, timeout, **more)
+
+    enter = Lock.enter
+    monkeypatch.setattr(Lock, "enter", leave_and_refuse)
+    with pytest.raises(LockNotAcquired):
+        lock_all(*names[:2], using=using, timeout=0).__enter__()
+
+    assert not rival(of=names[0]).tries()
 
 
 def test_they_share_one_timeout(

@@ -7,6 +7,7 @@ import functools
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,7 +216,8 @@ def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
     for several in ([Plain()], {"red", "green"}, frozenset({1})):
         with pytest.raises(ValueError, match="the same in every process"):
             _template("{account}", charge)(several)
-    assert _template("{account}", charge)("room at 0x1f") == "room at 0x1f"
+    for room in ("<room at 0x1f>", Path("cam at 0x1f")):
+        assert _template("{account}", charge)(room) == str(room)
 
 
 def test_what_is_no_field_stays_as_it_is() -> None:
