@@ -267,11 +267,8 @@ def _watch_exit_of_child() -> None:
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
     if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
-        in_use = {
-            alias: kept
-            for alias, kept in memory.items()
-            if any(record.holdings for record in kept.records.values())
-        }
+        aliases = {lease.using for lease in registry.leases() if lease.held}
+        in_use = {alias: memory[alias] for alias in aliases & memory.keys()}
         locks.reset()
         memory.update(in_use)
 

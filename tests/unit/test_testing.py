@@ -219,19 +219,6 @@ def test_what_is_held_is_so_after_other_settings_too(other: override_settings) -
     assert_not_held()
 
 
-def test_what_somebody_else_holds_is_so_after_other_settings_too() -> None:
-    with held_elsewhere("a"):
-        with override_settings(CACHES={}), override_locks(free=True):
-            pass
-        assert is_busy("a")
-
-
-def test_what_is_only_reserved_is_free_after_other_settings() -> None:
-    for _ in range(2):
-        with override_settings(CACHES={}), lock("a", timeout=0, min_hold=60):
-            pass
-
-
 def test_other_settings_of_locks_in_memory_let_nobody_in() -> None:
     with lock("a"), override_settings(DISTLOCK={"default": {**MEMORY, "TTL": 5}}):
         assert is_busy("a")
