@@ -513,8 +513,7 @@ class Lock:
             note(lease)
         except BaseException:
             if lease.entries is not entries:  # an asynchronous exception may come after the grant
-                lease.note_unused()
-                lease.give_back_later()
+                lease.give_back_unused()
             raise
         return lease
 
@@ -544,8 +543,7 @@ class Lock:
             note(lease)
         except BaseException:
             if lease.entries is not entries:
-                lease.note_unused()
-                lease.give_back_later()
+                lease.give_back_unused()
             raise
         return lease
 

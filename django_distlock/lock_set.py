@@ -208,8 +208,7 @@ class LockSet:
                 lock.keep_acquired(lease)
         except BaseException:  # an asynchronous exception: the caller never gets the leases
             for lease in {*leases}:
-                lease.note_unused()
-                lease.give_back_later()
+                lease.give_back_unused()
             raise
 
     def _all_held(

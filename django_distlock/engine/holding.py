@@ -505,6 +505,11 @@ class Holding:
             submit = partial(background.submit, self.using, self._give_back_quietly)
             background.at(clock.lease_time(), submit)
 
+    def give_back_unused(self) -> None:
+        """Release the lease in the background, as no work has begun under it."""
+        self.note_unused()
+        self.give_back_later()
+
     def _give_back_quietly(self) -> None:
         try:
             if self.is_entered:
