@@ -44,9 +44,11 @@ def open_here() -> tuple[Any, ...]:
     The mark of a connection without autocommit is the connection, even if no statement has begun a transaction.
     """
     found: tuple[Any, ...] = ()
+    for alias, settings in connections.settings.items():
+        if not settings["AUTOCOMMIT"]:
+            connections[alias]  # the first statement, which opens it, begins a transaction
     for connection in _used_here():
-        is_open = connection.connection is not None
-        if connection.in_atomic_block or (is_open and not connection.autocommit):
+        if connection.in_atomic_block or _is_manual(connection):
             mark = _mark(connection)
             if mark is not None:
                 found += (mark,)
@@ -273,7 +275,7 @@ def _mark(connection: BaseDatabaseWrapper) -> Any:
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:
     """Return True if the transaction of _mark() is open, or may be: MySQL's drivers do not show it."""
-    if connection.closed_in_transaction:
+    if connection.closed_in_transaction or connection.connection is None:
         return False
     if not _is_manual(connection):
         return True
@@ -287,7 +289,9 @@ def _is_manual(connection: BaseDatabaseWrapper) -> bool:
     """Return True if the caller has turned autocommit off and calls commit() itself, also around an atomic block."""
     if connection.in_atomic_block:
         return not connection.commit_on_exit
-    return connection.connection is not None and not connection.autocommit
+    if connection.connection is None:  # it will be opened with the setting
+        return not connection.settings_dict["AUTOCOMMIT"]
+    return not connection.autocommit
 
 
 def _outermost(connection: BaseDatabaseWrapper) -> Any:

@@ -222,12 +222,9 @@ def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet
     claimed: models.QuerySet[Any] = _as_claimed(
         rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys}), claim
     )
-    if (
-        is_in_transaction
-        and connection.vendor == "mysql"
-        and connection.isolation_level != "read committed"
-    ):
-        # FOR UPDATE, as for an instance. Other servers refuse the claim if the snapshot is older.
+    if is_in_transaction and connection.vendor == "mysql":
+        # FOR UPDATE, as for an instance: Django does not know a level that SET TRANSACTION has set. Other servers
+        # refuse the claim if the snapshot is older.
         claimed = claimed.select_for_update()
         for row in claimed:  # read now: after the transaction Django would refuse to read
             if rows._iterable_class is not ModelIterable and isinstance(row, models.Model):
@@ -276,7 +273,11 @@ def _pass_fences(
     ours = fences.filter(fence__lte=token) if claims else fences.filter(fence=token)
     passed = ours.update(fence=token)
     if passed < len(keys):  # the other rows have another fence, or were deleted
-        fence = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))["highest"]
+        others = fences.exclude(fence=token).order_by()
+        if connections[rows.db].vendor == "mysql":
+            # At REPEATABLE READ a plain read has the transaction's snapshot, in which the fence may still be ours.
+            others = others.select_for_update()
+        fence = max(others.values_list("fence", flat=True), default=None)
         if fence is not None:
             problem = _NEWER if fence > token else _UNCLAIMED
             raise StaleFencingToken(claim.name, token, problem, fence)

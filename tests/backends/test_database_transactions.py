@@ -262,6 +262,21 @@ def roll_back_by_hand(alias: str, name: str) -> None:
         assert not ask_elsewhere(alias, name)
 
 
+def commit_what_the_settings_began(alias: str, name: str) -> None:
+    """Take the lock as the first act of a thread with "AUTOCOMMIT": False."""
+    connections.settings[alias]["AUTOCOMMIT"] = False
+
+    def work() -> None:
+        take_until_commit(alias, name)
+        transaction.commit(using=alias)
+        assert not ask_elsewhere(alias, name)
+
+    try:
+        apart(alias, work)
+    finally:
+        connections.settings[alias]["AUTOCOMMIT"] = True
+
+
 def close_by_hand(alias: str, name: str) -> None:
     transaction.set_autocommit(False, using=alias)
     try:
@@ -312,7 +327,7 @@ def take_until_commit(alias: str, name: str) -> None:
 ENDINGS = [
     *(commit, roll_back, roll_back_savepoint_of_the_release),
     *(lose_connection, lose_connection_after_commit),
-    *(commit_by_hand, roll_back_by_hand, close_by_hand),
+    *(commit_by_hand, roll_back_by_hand, close_by_hand, commit_what_the_settings_began),
 ]
 
 

@@ -15,7 +15,7 @@ from django.db.models.signals import post_save
 
 from django_distlock import NotSupported, StaleFencingToken, lock
 from testproject.models import Account
-from tests.backends.conftest import SERVERS
+from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract.crew import listening
 
 if TYPE_CHECKING:
@@ -149,6 +149,73 @@ def test_rows_that_begin_to_match_while_the_fences_are_raised_are_not_in_the_cla
         assert [row.fence for row in claimed] == [lease.fencing_token]
     assert accounts.filter(name=account.name).count() == 2
     other.delete()
+
+
+def update(late: Lease, account: Account) -> None:
+    late.update(Account.objects.using("mariadb").filter(pk=account.pk), balance=7)
+
+
+def delete(_late: Lease, account: Account) -> None:
+    account.delete()
+
+
+def save(_late: Lease, account: Account) -> None:
+    account.save()
+
+
+def save_by_the_lease(late: Lease, account: Account) -> None:
+    late.save(account)
+
+
+def claim_again(late: Lease, account: Account) -> None:
+    late.claim(account)
+
+
+def claim_rows(late: Lease, account: Account) -> None:
+    list(late.claim(Account.objects.using("mariadb").filter(pk=account.pk)))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@pytest.mark.parametrize(
+    "write", [update, delete, save, save_by_the_lease, claim_again, claim_rows]
+)
+def test_a_late_holder_is_refused_in_a_transaction_that_still_reads_its_own_fence(
+    account: Account, holders: Holders, write: Callable[[Lease, Account], None]
+) -> None:
+    late, next_one = holders
+
+    def take_over() -> None:
+        theirs = next_one.claim(Account.objects.using("mariadb").get(pk=account.pk))
+        theirs.balance = 50
+        theirs.save()
+
+    with isolated("mariadb", "repeatable read"):
+        mine = late.claim(account)
+        with pytest.raises(StaleFencingToken), transaction.atomic(using="mariadb"):
+            Account.objects.using("mariadb").get(pk=account.pk)
+            apart("mariadb", take_over)
+            write(late, mine)
+        connections["mariadb"].close()
+    account.refresh_from_db()
+    assert account.balance == 50
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_claimed_rows_are_read_fresh_at_a_level_that_django_does_not_know(
+    account: Account, holders: Holders
+) -> None:
+    first, next_one = holders
+    rows = Account.objects.using("mariadb").filter(pk=account.pk)
+    with connections["mariadb"].cursor() as cursor:
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+
+    with transaction.atomic(using="mariadb"):
+        assert rows.get().balance == 100
+        apart("mariadb", lambda: first.update(first.claim(rows), balance=50))
+        assert [row.balance for row in next_one.claim(rows)] == [50]
+    connections["mariadb"].close()
 
 
 def test_new_row_is_born_with_the_fence_of_its_holder(database: str, name: str) -> None:

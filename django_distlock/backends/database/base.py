@@ -229,7 +229,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Raise LockBackendError if the other writer is the caller's own transaction: it would wait for itself."""
         connection = connections[self.options.using]
-        if connection.in_atomic_block and self.dialect.stands_in_the_way(connection):
+        if self.dialect.stands_in_the_way(connection):
             problem = (
                 f"the caller's own transaction on {self.options.using!r} has locked the whole file: take and "
                 "release locks outside atomic(), or keep them in a database file of their own (OPTIONS 'using')"
@@ -245,4 +245,9 @@ class BaseDatabaseBackend(BaseLockBackend):
 def location_of(connection: BaseDatabaseWrapper) -> tuple[str, ...]:
     """Return the identity of a database: aliases with the same identity share locks, even with different ENGINEs."""
     settings = connection.settings_dict
-    return (connection.vendor, *(str(settings[key]) for key in ("HOST", "PORT", "NAME")))
+    options = settings["OPTIONS"]
+    return (
+        connection.vendor,
+        *(str(settings[key]) for key in ("HOST", "PORT", "NAME")),
+        *(str(options.get(key, "")) for key in ("service", "read_default_file", "unix_socket")),
+    )

@@ -95,8 +95,11 @@ class SQLite(Dialect):
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Switch a file that has only lock tables to WAL, where commits do not wait for the disk.
 
-        A crash of the machine, which could lose them, ends their holders too. An init_command decides otherwise.
+        A crash of the machine, which could lose them, ends their holders too. An init_command decides otherwise,
+        but not about the time that SQLite waits for the file.
         """
+        raw: Any = connection.connection
+        raw.execute(f"PRAGMA busy_timeout = {SLICE * 1000:.0f}")
         if connection.settings_dict["OPTIONS"].get("init_command"):
             return
         with connection.cursor() as cursor:
