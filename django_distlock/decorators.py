@@ -202,7 +202,7 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             try:
-                lease = stack.enter_context(locked.lock(args, kwargs))
+                lease = _entered(stack, locked.lock(args, kwargs))
             except LockNotAcquired as busy:
                 return locked.refuse(busy, args, kwargs)
             result = locked.transactions.inside(args)(*args, **kwargs)
@@ -214,6 +214,12 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             return result
 
     return of_view(locked.function, call, _async(locked))
+
+
+def _entered(stack: ExitStack, lock: Lock) -> Lease:
+    """Enter *lock* in *stack*, which also frees it if an asynchronous exception ends its __exit__() at the first step."""
+    stack.callback(lock.finish_blocks)
+    return stack.enter_context(lock)
 
 
 def _async(locked: _Locked) -> Callable[..., Any]:
@@ -245,7 +251,7 @@ def _generator(locked: _Locked) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked.lock(args, kwargs))
+                _entered(stack, locked.lock(args, kwargs))
             except LockNotAcquired as busy:
                 return locked.refuse(busy, args, kwargs)
             return (yield from locked.function(*args, **kwargs))

@@ -224,7 +224,8 @@ def preload() -> None:
 
 def _running_test() -> object:
     """Return the identity of the running test: its name in pytest, or its TestCase."""
-    if named := os.environ.get("PYTEST_CURRENT_TEST"):
+    # A test of pytest may have started this process, which runs other tests.
+    if "_pytest" in sys.modules and (named := os.environ.get("PYTEST_CURRENT_TEST")):
         return named.rpartition(" ")[0]
     return _watch_tests()[0]
 

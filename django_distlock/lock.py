@@ -466,6 +466,7 @@ class Lock:
     ) -> Lease:
         if not self.terms.cancel_when_lost:
             return await self.atake(timeout, self._note_entry, caller, key)
+        check_asyncio(self.terms.using)
         cancelling = Cancelling()
         await cancelling.begin()
         note = partial(self._note_entry, cancelling=cancelling)
@@ -678,6 +679,11 @@ class Lock:
         if block in self._blocks:
             self._blocks.remove(block)
         block.lease.finish_leaving(block.lease.entries if entries is None else entries)
+
+    def finish_blocks(self) -> None:
+        """Leave all blocks in the background: an asynchronous exception ended them before __exit__() began."""
+        for block in [*self._blocks]:
+            self.finish_leaving(block, None)
 
     def __del__(self) -> None:
         """Let go of the leases of blocks that an asynchronous exception ended before __exit__() began."""

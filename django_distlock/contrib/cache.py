@@ -11,6 +11,7 @@ from asgiref.sync import iscoroutinefunction
 from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 
 from django_distlock.conf import DEFAULT_ALIAS, seconds
+from django_distlock.engine.acquisition import check_asyncio
 from django_distlock.exceptions import LockBackendError, LockError, LockNotAcquired
 from django_distlock.lock import Lock
 
@@ -97,6 +98,7 @@ async def aget_or_compute(
     if_down: Literal["old", "compute"] = "old",
 ) -> _T:
     """Do what get_or_compute() does; *compute* is a coroutine function without arguments."""
+    check_asyncio(using)
     entry = _Entry(key, timeout, stale, cache, using, wait, if_down)
     copy: tuple[_T, float] | None = _known(await entry.cache.aget(key))
     if fresh := _fresh(copy):

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     from django.tasks import TaskResult
 
+    from django_distlock.ground.holder import Holder
+
 #: The task that a worker is about to run, and the id of its message.
 _started: ContextVar[tuple[Any, str]] = ContextVar("distlock_started", default=(None, ""))
 
@@ -149,17 +151,24 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         if handed is not None:
             return _send(self, packed(handed, name), args, kwargs)
         task, first = self._debounced() if once.debounce else (self, None)
+        lease = None
         try:
             refuse_event_loop(once.using, "await task.aenqueue(...)")
             with lock as lease:
                 carried = _handed_over(task, lease, first)
-        except LockNotAcquired as busy:
-            if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
-                raise  # no task of this kind holds it
-            once.note_under_way(busy)
-            once.note_call(name)
-            return None
-        return _send_or_free(task, lease, carried, args, kwargs)
+            return _send_or_free(task, lease, carried, args, kwargs)
+        except BaseException as error:
+            if lease is not None:  # also after an exception between the detach and the sending
+                free(lease)
+            elif isinstance(error, LockNotAcquired) and self._has(error.holder):
+                once.note_under_way(error)
+                once.note_call(name)
+                return None
+            raise
+
+    def _has(self, holder: Holder | None) -> bool:
+        """Return True if *holder* is a task of this kind."""
+        return holder is not None and task_id(holder.purpose, self.module_path) is not None
 
     def _debounced(self) -> tuple[UniqueTask, Postmark]:
         """Return the task to send for a first call, and the time of that call."""

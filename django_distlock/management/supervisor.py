@@ -94,9 +94,10 @@ class Supervisor:
                 for number in numbers or [END]:
                     self._obey(number)
             if not ready:
-                if not self._is_ending:
-                    self._tell_why(is_too_long=due == self._due)
+                is_too_long, is_first = due == self._due, not self._is_ending
                 self._take_next_step()
+                if is_first:
+                    self._tell_why(is_too_long=is_too_long)
         return self._code or 0
 
     @property
@@ -133,7 +134,7 @@ class Supervisor:
             with suppress(BrokenPipeError):
                 os.write(self._control, bytes([TOO_LONG]))
         why = "--max-hold is over" if is_too_long else "its lock is not extended any more"
-        _write(f"the command is ended, as {why}")
+        _write(f"run_locked: the command is ended, as {why}")
 
     def _take_next_step(self) -> None:
         if not self._is_ending:
@@ -163,7 +164,9 @@ class Supervisor:
                 pass
             except PermissionError as error:
                 name = signal.Signals(number).name
-                _write(f"the command was not sent {name}, and goes on: {error.strerror}")
+                _write(
+                    f"run_locked: the command was not sent {name}, and goes on: {error.strerror}"
+                )
 
     def _kill(self) -> None:
         """Kill the children of this process, which then inherits their children: call it again until none is left."""
@@ -237,8 +240,12 @@ def _woken_by_signals() -> int:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(f"run_locked: {text}\n")
-    sys.stderr.flush()
+    """Write a line to stderr, unless it is closed, has no reader or no space, or would block."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            _, ready, _ = select.select([], [sys.stderr], [], 0)
+            for file in ready:
+                os.write(file.fileno(), os.fsencode(f"{text}\n"))
 
 
 def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
@@ -250,7 +257,7 @@ def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
     try:
         supervisor.start(list(command), blocked)
     except OSError as error:
-        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+        _write(f"{command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
     return supervisor.wait(woken)
 

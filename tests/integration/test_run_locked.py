@@ -5,10 +5,14 @@ import pty
 import re
 import select
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +314,65 @@ def test_a_killed_supervisor_takes_the_command_along(start: Start) -> None:
 
     assert child.wait() == 128 + signal.SIGKILL
     eventually(lambda: has_ended(pid))
+
+
+@contextmanager
+def nobody_reads() -> Iterator[int]:
+    readable, writable = os.pipe()
+    os.close(readable)
+    yield writable
+    os.close(writable)
+
+
+@contextmanager
+def nobody_reads_yet() -> Iterator[int]:
+    """A pipe that is full, as that of a pager."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writable, bytes(4096))
+    os.set_blocking(writable, True)
+    yield writable
+    os.close(readable)
+    os.close(writable)
+
+
+@contextmanager
+def no_space() -> Iterator[int]:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        yield full.fileno()
+
+
+@contextmanager
+def closed() -> Iterator[None]:
+    yield None
+
+
+@pytest.mark.parametrize("stderr", [nobody_reads, nobody_reads_yet, no_space, closed])
+@pytest.mark.parametrize("why", ["--max-hold is over", "its lock is not extended"])
+def test_a_command_is_ended_also_where_nobody_can_be_told(
+    stderr: Callable[[], AbstractContextManager[int | None]], why: str
+) -> None:
+    is_too_long = why == "--max-hold is over"
+    ttl, due = ("60", str(time.monotonic() + 1)) if is_too_long else ("1", "")
+    control, heard = socket.socketpair()
+    with control, stderr() as told:
+        close = None if told is not None else partial(os.close, 2)
+        terms = str(heard.fileno()), "20", ttl, due
+        supervised = subprocess.Popen(
+            [sys.executable, "-I", supervisor.__file__, *terms, "sleep", "60"],
+            pass_fds=[heard.fileno()],
+            stderr=told,
+            preexec_fn=close,  # noqa: PLW1509 - one system call
+            process_group=0,
+        )
+        heard.close()
+        try:
+            assert supervised.wait(20) == 128 + signal.SIGTERM
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(supervised.pid, signal.SIGKILL)
 
 
 def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name: str) -> None:

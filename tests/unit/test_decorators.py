@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import pickle
+import sys
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -15,6 +16,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,7 +24,10 @@ from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.http import HttpRequest
 
 from django_distlock import Policy, distributed_lock, lock, respond, retry, skip
+from django_distlock.lock import Lock
 from tests.contract.crew import elsewhere
+from tests.fixtures.eventually import eventually
+from tests.fixtures.interruption import TimeLimit
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -443,3 +448,35 @@ class TestMisuse:
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     markcoroutinefunction(function)
     return function
+
+
+def frees() -> None:
+    """Have the lock of the caller be left by an exception at the first step of its __exit__(), as of a signal."""
+
+    def stop(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Lock.__exit__.__code__:
+            sys.setprofile(None)
+            raise TimeLimit
+
+    sys.setprofile(stop)
+
+
+@distributed_lock("plain")
+def plain() -> None:
+    frees()
+
+
+@distributed_lock("steps")
+def steps() -> Iterator[int]:
+    yield 1
+    frees()
+
+
+@pytest.mark.parametrize(("call", "name"), [(plain, "plain"), (lambda: [*steps()], "steps")])
+def test_an_exception_between_the_body_and_the_release_frees_the_lock(
+    call: Callable[[], object], name: str
+) -> None:
+    with pytest.raises(TimeLimit) as kept:
+        call()
+    eventually(lambda: not _is_held(name), 10)
+    del kept  # whose traceback refers to the lock

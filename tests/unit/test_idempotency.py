@@ -580,10 +580,21 @@ def found_by_query() -> User:
 
 
 async def test_an_async_view_is_run_once() -> None:
-    answers = await asyncio.gather(*(apay(arequest()) for _ in range(3)))
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
 
-    assert sorted(each.status_code for each in answers) == [201, 409, 409]
-    assert content(await apay(arequest())) == (201, "paid 1")
+    @idempotent()
+    async def slow(request: HttpRequest) -> HttpResponse:
+        has_begun.set()
+        await asyncio.wait_for(may_end.wait(), 20)
+        return charge(request)
+
+    first = asyncio.create_task(slow(arequest()))
+    await asyncio.wait_for(has_begun.wait(), 20)
+    refused = await asyncio.gather(*(slow(arequest()) for _ in range(2)))
+    may_end.set()
+
+    assert [each.status_code for each in refused] == [409, 409]
+    assert content(await first) == content(await slow(arequest())) == (201, "paid 1")
 
 
 async def test_dispatch_of_an_async_view_is_one() -> None:

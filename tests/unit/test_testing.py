@@ -1,6 +1,8 @@
 """The kit for the tests of users."""
 
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -169,6 +171,42 @@ def test_a_test_that_runs_again_begins_without_locks(spawn: Spawn) -> None:
     child = spawn(f"{__name__}:run_a_test_again", aliases={"default": MEMORY})
 
     assert child.expect("returned")["value"] == [0, 0, 0]
+
+
+SUITE = """
+import unittest, django
+from django.conf import settings
+from django.test.utils import setup_test_environment
+
+settings.configure(
+    DISTLOCK={"default": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}},
+    INSTALLED_APPS=["django_distlock"],
+)
+django.setup()
+setup_test_environment()
+
+from django.test import SimpleTestCase
+from django_distlock import lock
+
+kept = []
+
+class Tests(SimpleTestCase):
+    def test_1(self):
+        kept.append(lock("a", timeout=0, reentrant=False).acquire())
+        self.assertTrue(kept[-1])
+
+    test_2 = test_1
+
+unittest.main()
+"""
+
+
+def test_tests_that_a_test_of_pytest_runs_in_another_process_begin_without_locks() -> None:
+    assert os.environ["PYTEST_CURRENT_TEST"]
+    run = subprocess.run(
+        [sys.executable, "-c", SUITE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_free_locks_exclude_nobody() -> None:

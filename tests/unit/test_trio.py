@@ -42,6 +42,48 @@ trio.run(main)
 """
 
 
+#: What async code is told that asyncio does not run.
+WITHOUT_ASYNCIO = f"""
+{NURSERY.partition("async def child")[0]}
+from django_distlock import NotSupported, alead, lock_all, try_lock
+from django_distlock.contrib.cache import aget_or_compute
+
+async def work(lease=None):
+    pass
+
+async def block(manager):
+    async with manager:
+        pass
+
+async def main():
+    terms = {{"cancel_when_lost": True}}
+    for asked in (
+        block(lock("fee", **terms)),
+        block(lock_all(lock("fee", **terms), lock("rent", **terms))),
+        block(try_lock("fee", **terms)),
+        alead("fee", work),
+        aget_or_compute("fee", work, timeout=60, stale=60),
+    ):
+        try:
+            await asked
+        except NotSupported as error:
+            print("trio.to_thread" in str(error))
+
+trio.run(main)
+"""
+
+
+def test_async_code_is_told_that_it_needs_asyncio() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ASYNCIO],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.stdout.splitlines() == ["True"] * 5, run.stderr
+
+
 def test_tasks_of_a_nursery_do_not_enter_the_lock_of_the_task_around_it() -> None:
     run = subprocess.run(
         [sys.executable, "-c", NURSERY], capture_output=True, text=True, timeout=60, check=False

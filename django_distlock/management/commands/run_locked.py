@@ -157,7 +157,8 @@ class Command(LockCommand):
 
     def _warn(self, text: str, options: dict[str, Any]) -> None:
         if options["verbosity"]:
-            self.stderr.write(self.style.WARNING(text))
+            with suppress(OSError):  # a daemon goes on without its log
+                self.stderr.write(self.style.WARNING(text))
 
 
 def _signals_heeded() -> AbstractContextManager[None]:
