@@ -44,9 +44,10 @@ def open_here() -> tuple[Any, ...]:
     The mark of a connection without autocommit is the connection, even if no statement has begun a transaction.
     """
     found: tuple[Any, ...] = ()
-    for alias, settings in connections.settings.items():
-        if not settings["AUTOCOMMIT"]:
-            connections[alias]  # the first statement, which opens it, begins a transaction
+    if _get_running_loop() is None:  # async code has no transactions
+        for alias, settings in [*connections.settings.items()]:
+            if not settings.get("AUTOCOMMIT", True):
+                connections[alias]  # the first statement, which opens it, begins a transaction
     for connection in _used_here():
         if connection.in_atomic_block or _is_manual(connection):
             mark = _mark(connection)
@@ -264,7 +265,7 @@ def _used_here() -> Sequence[BaseDatabaseWrapper]:
     """Return the connections that this thread or task has used."""
     if _get_running_loop() is None and isinstance(_of_thread, threading.local):
         # The same as `connections.all()`, ten times faster.
-        return [*filter(None, map(vars(_of_thread).get, connections.settings))]
+        return [*filter(None, map(vars(_of_thread).get, [*connections.settings]))]
     return connections.all(initialized_only=True)
 
 
@@ -290,7 +291,7 @@ def _is_manual(connection: BaseDatabaseWrapper) -> bool:
     if connection.in_atomic_block:
         return not connection.commit_on_exit
     if connection.connection is None:  # it will be opened with the setting
-        return not connection.settings_dict["AUTOCOMMIT"]
+        return not connection.settings_dict.get("AUTOCOMMIT", True)
     return not connection.autocommit
 
 

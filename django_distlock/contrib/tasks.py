@@ -151,20 +151,23 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         if handed is not None:
             return _send(self, packed(handed, name), args, kwargs)
         task, first = self._debounced() if once.debounce else (self, None)
-        lease = None
+        lease = result = None
         try:
             refuse_event_loop(once.using, "await task.aenqueue(...)")
             with lock as lease:
                 carried = _handed_over(task, lease, first)
-            return _send_or_free(task, lease, carried, args, kwargs)
+            result = _send(task, carried, args, kwargs)
+            # A queue in the database drops the message at a rollback, too.
+            call_at_rollback(partial(free, lease))
         except BaseException as error:
-            if lease is not None:  # also after an exception between the detach and the sending
+            if lease is not None and result is None:
                 free(lease)
-            elif isinstance(error, LockNotAcquired) and self._has(error.holder):
+            elif lease is None and isinstance(error, LockNotAcquired) and self._has(error.holder):
                 once.note_under_way(error)
                 once.note_call(name)
                 return None
             raise
+        return result
 
     def _has(self, holder: Holder | None) -> bool:
         """Return True if *holder* is a task of this kind."""

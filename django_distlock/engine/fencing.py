@@ -222,9 +222,12 @@ def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet
     claimed: models.QuerySet[Any] = _as_claimed(
         rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys}), claim
     )
-    if is_in_transaction and connection.vendor == "mysql":
-        # FOR UPDATE, as for an instance: Django does not know a level that SET TRANSACTION has set. Other servers
-        # refuse the claim if the snapshot is older.
+    if (
+        is_in_transaction
+        and connection.vendor == "mysql"
+        and connection.isolation_level != "read committed"
+    ):
+        # FOR UPDATE, as for an instance. Other servers refuse the claim if the snapshot is older.
         claimed = claimed.select_for_update()
         for row in claimed:  # read now: after the transaction Django would refuse to read
             if rows._iterable_class is not ModelIterable and isinstance(row, models.Model):

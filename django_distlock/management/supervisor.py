@@ -61,6 +61,8 @@ class Supervisor:
         self._has_group = os.getpgrp() == os.getpid()
         self._can_list = _lists_processes()
         self._pid = 0
+        #: What stderr had no room for yet.
+        self._untold = ""
         self._code: int | None = None
 
     def start(self, command: list[str], blocked: set[int]) -> None:
@@ -93,12 +95,18 @@ class Supervisor:
                     watched.remove(self._control)
                 for number in numbers or [END]:
                     self._obey(number)
-            if not ready:
-                is_too_long, is_first = due == self._due, not self._is_ending
+            if not ready and self._is_ending:
                 self._take_next_step()
-                if is_first:
-                    self._tell_why(is_too_long=is_too_long)
+            elif not ready:
+                is_too_long = due == self._due
+                self._take_next_step()
+                self._tell_why(is_too_long=is_too_long)
         return self._code or 0
+
+    def tell_rest(self) -> None:
+        """Write what stderr had no room for, if it has by now."""
+        if self._untold:
+            _write(self._untold, patience=1.0)
 
     @property
     def _next_step(self) -> float | None:
@@ -134,7 +142,8 @@ class Supervisor:
             with suppress(BrokenPipeError):
                 os.write(self._control, bytes([TOO_LONG]))
         why = "--max-hold is over" if is_too_long else "its lock is not extended any more"
-        _write(f"run_locked: the command is ended, as {why}")
+        line = f"run_locked: the command is ended, as {why}"
+        self._untold = "" if _write(line) else line
 
     def _take_next_step(self) -> None:
         if not self._is_ending:
@@ -239,13 +248,15 @@ def _woken_by_signals() -> int:
     return readable
 
 
-def _write(text: str) -> None:
-    """Write a line to stderr, unless it is closed, has no reader or no space, or would block."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            _, ready, _ = select.select([], [sys.stderr], [], 0)
+def _write(line: str, patience: float = 0.0) -> bool:
+    """Write *line* to stderr if that can be written; return False if it has no room for *patience* seconds."""
+    with suppress(OSError):
+        if sys.stderr is not None:
+            _, ready, _ = select.select([], [sys.stderr], [], patience)
             for file in ready:
-                os.write(file.fileno(), os.fsencode(f"{text}\n"))
+                os.write(file.fileno(), os.fsencode(f"{line}\n"))
+            return bool(ready)
+    return True
 
 
 def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
@@ -259,7 +270,9 @@ def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
     except OSError as error:
         _write(f"{command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-    return supervisor.wait(woken)
+    code = supervisor.wait(woken)
+    supervisor.tell_rest()
+    return code
 
 
 if __name__ == "__main__":

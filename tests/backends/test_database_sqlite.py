@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.core.management import call_command
 from django.db import connections, transaction
-from django.utils import timezone
 
 from django_distlock import LockBackendError, LockError, lock, locks
 from django_distlock.engine.steps import settled
@@ -169,34 +168,15 @@ def test_a_caller_whose_own_transaction_has_written_is_told_at_once(
     assert lock(name, using="busy").locked() is False
 
 
-def begin_by_hand(database: str) -> Iterator[None]:
+def test_a_caller_is_told_at_once_of_a_transaction_that_is_no_atomic_block(
+    file: str, name: str, database: str
+) -> None:
     transaction.set_autocommit(False, using=database)
     LockWaiter.objects.using(database).update(channel="")
-    yield
+
+    in_time(lambda: told_of_own_transaction(name), 0, 0.3)
     transaction.rollback(using=database)
     transaction.set_autocommit(True, using=database)
-
-
-def read_on(database: str) -> Iterator[None]:
-    """Leave a SELECT unfinished, as a loop over iterator() does."""
-    for owner in "ab":
-        LockWaiter.objects.using(database).create(owner=owner, expires_at=timezone.now())
-    rows = iter(LockWaiter.objects.using(database).iterator(chunk_size=1))
-    next(rows)
-    yield
-    del rows
-
-
-@pytest.mark.parametrize(
-    ("journal", "begin"),
-    [("delete", begin_by_hand), ("wal", begin_by_hand), ("delete", read_on)],
-    indirect=["journal"],
-)
-def test_a_caller_is_told_at_once_of_a_transaction_that_is_no_atomic_block(
-    file: str, name: str, database: str, begin: Callable[[str], Iterator[None]]
-) -> None:
-    with contextmanager(begin)(database):
-        in_time(lambda: told_of_own_transaction(name), 0, 0.3)
 
 
 def test_an_init_command_does_not_make_sqlite_wait_for_the_caller_itself(

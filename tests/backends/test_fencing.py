@@ -201,23 +201,6 @@ def test_a_late_holder_is_refused_in_a_transaction_that_still_reads_its_own_fenc
     assert account.balance == 50
 
 
-@pytest.mark.server
-@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
-def test_claimed_rows_are_read_fresh_at_a_level_that_django_does_not_know(
-    account: Account, holders: Holders
-) -> None:
-    first, next_one = holders
-    rows = Account.objects.using("mariadb").filter(pk=account.pk)
-    with connections["mariadb"].cursor() as cursor:
-        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-
-    with transaction.atomic(using="mariadb"):
-        assert rows.get().balance == 100
-        apart("mariadb", lambda: first.update(first.claim(rows), balance=50))
-        assert [row.balance for row in next_one.claim(rows)] == [50]
-    connections["mariadb"].close()
-
-
 def test_new_row_is_born_with_the_fence_of_its_holder(database: str, name: str) -> None:
     with lock(name, using=database) as lease:
         born = Account(name=uuid.uuid4().hex, balance=1, opening_balance=1)

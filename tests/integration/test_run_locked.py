@@ -375,6 +375,32 @@ def test_a_command_is_ended_also_where_nobody_can_be_told(
                 os.killpg(supervised.pid, signal.SIGKILL)
 
 
+def test_a_line_that_a_slow_reader_has_no_room_for_is_written_at_the_end(tmp_path: Path) -> None:
+    may_end = tmp_path / "may end"
+    script = f"trap : TERM; while ! [ -e '{may_end}' ]; do sleep 0.05; done"
+    control, heard = socket.socketpair()
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writable, bytes(4096))
+    os.set_blocking(writable, True)
+    terms = str(heard.fileno()), "60", "60", str(time.monotonic() + 3)
+    with control, heard, os.fdopen(readable, "rb") as told:
+        supervised = subprocess.Popen(
+            [sys.executable, "-I", supervisor.__file__, *terms, "sh", "-c", script],
+            pass_fds=[heard.fileno()],
+            stderr=writable,
+            process_group=0,
+        )
+        assert control.recv(1) == bytes([supervisor.TOO_LONG])
+        os.close(writable)
+        may_end.touch()
+
+        assert told.read().endswith(b"the command is ended, as --max-hold is over\n")
+        supervised.wait(20)
+
+
 def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name: str) -> None:
     child = start(f"trap 'echo told; exit 0' TERM; {TICK}", grace=20, **{"max-hold": 22})
     pid = pid_of_command(child)

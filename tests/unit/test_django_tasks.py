@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +30,7 @@ from django_distlock import (
 )
 from django_distlock.checks import check_settings
 from django_distlock.ground.clock import lease_time
+from django_distlock.transactions import call_at_rollback
 from tests.contract.crew import held_in_thread, start
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
@@ -223,6 +226,20 @@ def test_an_exception_at_any_step_of_enqueue_leaves_no_name_taken() -> None:
         if not is_sent:
             eventually(partial(is_free, f"once:{number}"), 10, f"step {number}")
     assert number > 50
+
+
+def test_an_exception_after_the_sending_leaves_the_name_to_the_message() -> None:
+    def stop(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is call_at_rollback.__code__:
+            sys.setprofile(None)
+            raise TimeLimit
+
+    task = once.using(backend="queue")
+    with pytest.raises(TimeLimit):
+        sys.setprofile(stop)
+        task.enqueue(7)
+    assert len(queued()) == 1
+    assert task.enqueue(7) is None
 
 
 def test_while_it_waits_it_is_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,3 +41,11 @@ def test_a_view_that_is_never_atomic_is_so_on_every_database(
 
     assert BaseHandler().make_view_atomic(view) is not view
     assert BaseHandler().make_view_atomic(transactions.never_atomic(view)) is view
+
+
+def test_an_alias_that_was_added_by_hand_need_not_be_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(connections.settings, "other", {"ENGINE": "django.db.backends.sqlite3"})
+
+    assert transactions.open_here() == ()

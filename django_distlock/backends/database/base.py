@@ -245,9 +245,8 @@ class BaseDatabaseBackend(BaseLockBackend):
 def location_of(connection: BaseDatabaseWrapper) -> tuple[str, ...]:
     """Return the identity of a database: aliases with the same identity share locks, even with different ENGINEs."""
     settings = connection.settings_dict
-    options = settings["OPTIONS"]
-    return (
-        connection.vendor,
-        *(str(settings[key]) for key in ("HOST", "PORT", "NAME")),
-        *(str(options.get(key, "")) for key in ("service", "read_default_file", "unix_socket")),
-    )
+    place = [settings[key] for key in ("HOST", "PORT", "NAME")]
+    if not settings["HOST"]:
+        options = settings.get("OPTIONS") or {}
+        place += map(options.get, ("service", "read_default_file", "unix_socket"))
+    return (connection.vendor, *map(str, place))

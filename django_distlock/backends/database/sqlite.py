@@ -10,6 +10,7 @@ from django.db.utils import OperationalError
 
 from django_distlock.engine.values import Busy, Grant, Request
 
+from .bounds import driver_of
 from .dialect import (
     LOCK,
     LOOK,
@@ -118,7 +119,8 @@ class SQLite(Dialect):
 
         A checkpoint is refused in a transaction that has read or written.
         """
-        if (raw := connection.connection) is None:
+        raw = driver_of(connection)
+        if raw is None or not raw.in_transaction:
             return False
         try:
             raw.execute("PRAGMA wal_checkpoint")
