@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_distlock import LockBackendError
 from django_distlock.backends.database import connections as own_connections
+from django_distlock.backends.database.base import location_of
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import OwnConnections, Unusable, _close_quietly
 from django_distlock.backends.database.sqlite import SQLite
@@ -214,3 +215,15 @@ def with_driver(raw: Raw) -> BaseDatabaseWrapper:
 def test_a_driver_may_say_that_its_connection_is_closed(error: Exception) -> None:
     assert is_cut(with_driver(Raw(error)))
     _close_quietly(with_driver(Raw(error)))
+
+
+@pytest.mark.parametrize("option", ["service", "read_default_file", "unix_socket"])
+def test_servers_that_only_options_tell_apart_have_locks_of_their_own(option: str) -> None:
+    def location(host: str, value: str) -> tuple[str, ...]:
+        connection = connections.create_connection("default")
+        own = {"HOST": host, "OPTIONS": {option: value}}
+        connection.settings_dict = {**connection.settings_dict, **own}
+        return location_of(connection)
+
+    assert location("", "one") != location("", "two")
+    assert location("db", "one") == location("db", "two")
