@@ -397,8 +397,9 @@ def test_a_line_that_a_slow_reader_has_no_room_for_is_written_at_the_end(tmp_pat
         os.close(writable)
         may_end.touch()
 
-        assert told.read().endswith(b"the command is ended, as --max-hold is over\n")
+        said = told.read()
         supervised.wait(20)
+    assert b"run_locked: the command is ended, as --max-hold is over\n" in said
 
 
 def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name: str) -> None:
