@@ -324,15 +324,20 @@ def nobody_reads() -> Iterator[int]:
     os.close(writable)
 
 
-@contextmanager
-def nobody_reads_yet() -> Iterator[int]:
-    """A pipe that is full, as that of a pager."""
+def full_pipe() -> tuple[int, int]:
+    """Return the two ends of a pipe that has no room, as that of a pager."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     with suppress(BlockingIOError):
         while True:
             os.write(writable, bytes(4096))
     os.set_blocking(writable, True)
+    return readable, writable
+
+
+@contextmanager
+def nobody_reads_yet() -> Iterator[int]:
+    readable, writable = full_pipe()
     yield writable
     os.close(readable)
     os.close(writable)
@@ -379,12 +384,7 @@ def test_a_line_that_a_slow_reader_has_no_room_for_is_written_at_the_end(tmp_pat
     may_end = tmp_path / "may end"
     script = f"trap : TERM; while ! [ -e '{may_end}' ]; do sleep 0.05; done"
     control, heard = socket.socketpair()
-    readable, writable = os.pipe()
-    os.set_blocking(writable, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(writable, bytes(4096))
-    os.set_blocking(writable, True)
+    readable, writable = full_pipe()
     terms = str(heard.fileno()), "60", "60", str(time.monotonic() + 3)
     with control, heard, os.fdopen(readable, "rb") as told:
         supervised = subprocess.Popen(
