@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import pickle
-import sys
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -16,7 +15,6 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import asynccontextmanager, contextmanager
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from django_distlock import Policy, distributed_lock, lock, respond, retry, skip
 from django_distlock.lock import Lock
 from tests.contract.crew import elsewhere
 from tests.fixtures.eventually import eventually
-from tests.fixtures.interruption import TimeLimit
+from tests.fixtures.interruption import TimeLimit, stop_at_call_of
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -450,26 +448,15 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def frees() -> None:
-    """Have the lock of the caller be left by an exception at the first step of its __exit__(), as of a signal."""
-
-    def stop(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is Lock.__exit__.__code__:
-            sys.setprofile(None)
-            raise TimeLimit
-
-    sys.setprofile(stop)
-
-
 @distributed_lock("plain")
 def plain() -> None:
-    frees()
+    stop_at_call_of(Lock.__exit__)
 
 
 @distributed_lock("steps")
 def steps() -> Iterator[int]:
     yield 1
-    frees()
+    stop_at_call_of(Lock.__exit__)
 
 
 @pytest.mark.parametrize(("call", "name"), [(plain, "plain"), (lambda: [*steps()], "steps")])

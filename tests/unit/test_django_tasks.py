@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,7 +31,7 @@ from django_distlock.ground.clock import lease_time
 from django_distlock.transactions import call_at_rollback
 from tests.contract.crew import held_in_thread, start
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.interruption import StopAt, TimeLimit
+from tests.fixtures.interruption import StopAt, TimeLimit, stop_at_call_of
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -229,14 +227,9 @@ def test_an_exception_at_any_step_of_enqueue_leaves_no_name_taken() -> None:
 
 
 def test_an_exception_after_the_sending_leaves_the_name_to_the_message() -> None:
-    def stop(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is call_at_rollback.__code__:
-            sys.setprofile(None)
-            raise TimeLimit
-
     task = once.using(backend="queue")
     with pytest.raises(TimeLimit):
-        sys.setprofile(stop)
+        stop_at_call_of(call_at_rollback)
         task.enqueue(7)
     assert len(queued()) == 1
     assert task.enqueue(7) is None
