@@ -45,8 +45,9 @@ MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 #: How often a value is read again if a renewal of the same lease has changed it since it was read.
 LOOKS = 5
-#: Seconds: a value whose reply took longer is stored once more. The server may have been stopped meanwhile, and its
-#: clock with it: a value stored before the next tick expires early, by the time of the stop.
+#: Seconds: a value whose reply took longer is stored once more, after the server has read its clock. The server may
+#: have been stopped meanwhile, and its clock with it: a value stored before the next tick expires early, by the time
+#: of the stop.
 LATE = 0.05
 #: How many connections are kept open.
 KEPT = 4
@@ -140,8 +141,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
             MemcachedConnection.add_and_look, request.key, value, lives, request.owner
         )
         if found == value or (record := _record(found)).owner == request.owner:
-            is_late = clock.lease_time() - asked > LATE
-            return Busy() if is_late and not self._extend(request) else Grant(None)
+            return Grant(None) if self._is_in_time(asked) or self._extend(request) else Busy()
         may_mark = left != 0 and request.key not in self.queue.contested.wanted
         if may_mark and found and not found.endswith(MARK):
             # The mark tells the holder, which may never have been refused, to let other processes go first.
@@ -200,10 +200,17 @@ class CacheMemcachedBackend(CacheKeyBackend):
             value, lives = SecretBytes(self._value(request, ttl) + mark), whole_seconds(ttl)
             asked = clock.lease_time()
             if self._pool.ask(MemcachedConnection.cas, request.key, value, number, lives):
-                if was_late or clock.lease_time() - asked <= LATE:
+                if was_late or self._is_in_time(asked):
                     return True
                 was_late = True
         raise self._restless()
+
+    def _is_in_time(self, asked: float) -> bool:
+        """Return whether the reply to a request sent at *asked* came early enough; if not, the server has read its clock since then."""
+        if clock.lease_time() - asked <= LATE:
+            return True
+        self._pool.pass_tick()
+        return False
 
     def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:
         """Return whether *verb* deleted the key. If the reply is lost, the owner counts as released."""
@@ -319,9 +326,9 @@ class Pool:
         # Close connections that come back after close(), instead of leaving them to the garbage collector.
         weakref.finalize(self, self._idle.close_all, MemcachedConnection.close).atexit = False
 
-    def ask(self, verb: Callable[..., _T], *args: object) -> _T:
-        """Call *verb* of a connection and return its result; its errors become lock errors."""
-        connection = self._idle.fit_one() or self._connected()
+    def ask(self, verb: Callable[..., _T], *args: object, on_new: bool = False) -> _T:
+        """Call *verb* of a connection, of a new one if *on_new*, and return its result; its errors become lock errors."""
+        connection = (None if on_new else self._idle.fit_one()) or self._connected()
         try:
             try:
                 answer = verb(connection, *args)
@@ -343,6 +350,15 @@ class Pool:
         else:
             connection.close()
         return answer
+
+    def pass_tick(self) -> None:
+        """Return once the server has read its clock, if it was late to do so.
+
+        One thread of memcached accepts connections and reads the clock. It accepts a connection that was opened
+        after the reply to another one only after it has done all that was due when it accepted the other one.
+        """
+        for _ in range(2):
+            self.ask(MemcachedConnection.version, on_new=True)
 
     def close(self) -> None:
         self._idle.close_all(MemcachedConnection.close)

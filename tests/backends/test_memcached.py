@@ -27,6 +27,7 @@ from django_distlock.testing import reset_locks
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
+from tests.fixtures.frozen_thread import frozen_thread
 from tests.fixtures.memcached import Memcached
 from tests.fixtures.proxy import Proxy
 
@@ -132,6 +133,29 @@ def test_a_lock_that_a_stopped_server_grants_does_not_expire_early(
         lambda: any(not each.locked() and lease and lease.held for each, lease in leases.items()),
         1,
         "a lock that is gone before its lease ends",
+    )
+    reset_locks()
+
+
+def test_a_lock_does_not_expire_early_if_the_clock_is_read_long_after_the_server_goes_on(
+    server: Memcached, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    """On a busy machine, the threads that answer requests may run long before the one that reads the clock."""
+    configure(settings, alias(f"127.0.0.1:{proxy.port}"), ttl=2, **PATIENT)
+    wanted = lock(name, using="locks", renew=False)
+    assert not wanted.locked()
+    connections = proxy.connections
+    with ThreadPoolExecutor(1) as pool:
+        with frozen_thread(server.pid):
+            never(bool, 3.2)
+            proxy.delay_next(0.2)
+            granted = pool.submit(wanted.acquire)
+            eventually(lambda: granted.done() or proxy.connections > connections)
+        lease = granted.result()
+    assert lease
+
+    never(
+        lambda: not wanted.locked() and lease.held, 1, "a lock that is gone before its lease ends"
     )
     reset_locks()
 
