@@ -113,6 +113,15 @@ window.fetch = (url, options) => {
 };
 document.dispatchEvent(new Event("visibilitychange"));"""
 
+#: Sends the form, whose answer goes elsewhere, so that the page stays; has the page ask again, and returns what it asked.
+SENT = """const form = document.querySelector("#id_name").form, asked = [], real = window.fetch;
+window.fetch = (url, options) => { asked.push(url); return real(url, options); };
+document.body.append(Object.assign(document.createElement("iframe"), { name: "elsewhere" }));
+form.target = "elsewhere";
+form.requestSubmit();
+document.dispatchEvent(new Event("visibilitychange"));
+return asked;"""
+
 #: Puts the form of another page into this one and runs its scripts, as htmx does; then takes it out.
 COMES = """fetch(arguments[0]).then((response) => response.text()).then((html) => {
     document.body.replaceChildren(document.createRange().createContextualFragment(html));
@@ -197,6 +206,20 @@ def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
     ada.open("/")
 
     eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
+
+
+def test_a_page_does_not_take_back_the_lock_that_its_sent_form_gives_back(
+    editor: Start, account: Account
+) -> None:
+    ada = editor("Ada")
+    ada.edit_live(account)
+    ada.type_name("typed by Ada")
+
+    assert ada.browser.execute_script(SENT) == []
+
+    eventually(lambda: not held(account), PATIENCE, "the view that saves gives it back")
+    account.refresh_from_db()
+    assert account.name == "typed by Ada"
 
 
 @pytest.mark.parametrize("way", ["history.back()", "location.reload()"])

@@ -76,7 +76,8 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
     }
 
     async function renew() {
-        if (isAsking || !box.isAlive) {
+        // The view that saves a form that was sent releases the lock: the page must not take it again.
+        if (isAsking || isSent || !box.isAlive) {
             return;
         }
         if (!box.isConnected) { // htmx or Turbo has taken the form out of the page
@@ -143,7 +144,7 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
             event.preventDefault();
         } else {
             isSent = true;
-            setTimeout(() => { isSent = false; }, 10000);
+            setTimeout(() => { isSent = false; renew(); }, 10000);
         }
     });
     document.addEventListener("visibilitychange", () => {
