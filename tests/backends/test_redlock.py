@@ -633,8 +633,21 @@ def test_a_release_wakes_a_waiter_also_after_its_connections_were_cut(
     delays = [_woken_after(servers, alias, name, other) for _ in range(3)]
     assert statistics.median(delays) < 1
 
+    links = [
+        link
+        for backend in (other, cast(RedlockBackend, locks[alias]))
+        for link in backend._servers._connections
+    ]
+    cut = [link._socket for link in links]
     for client in _clients(servers):
         client.client_kill_filter(_type="normal", skipme=True)
+    # A request that meets a closed connection is not sent again if the other servers decide.
+    eventually(
+        lambda: (
+            not any(link._socket is each for link, each in zip(links, cut, strict=True) if each)
+        ),
+        what="the connections are closed",
+    )
 
     assert _woken_after(servers, alias, name, other) < 5
 
