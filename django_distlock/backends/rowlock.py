@@ -242,8 +242,7 @@ class OnMySQL(Taker):
         whole = mysql.LONGEST if self.wait.left is None else min(mysql.LONGEST, int(self.wait.left))
         if whole:
             try:
-                with interruptible(self.connection):
-                    return self._wait(cursor, whole)
+                return self._wait(cursor, whole)
             except OperationalError as error:
                 if self.wait.left is None or not self.dialect.is_wait_over(error):
                     raise
@@ -256,7 +255,8 @@ class OnMySQL(Taker):
             time.sleep(self.wait.next_pause(longest=SHORT_PAUSE))
 
     def _select(self, cursor: CursorWrapper, how: str, limits: str = "") -> bool:
-        cursor.execute(limits + self.select(how), {"key": self.key})
+        with interruptible(self.connection):
+            cursor.execute(limits + self.select(how), {"key": self.key})
         return cursor.fetchone() is not None
 
     def _wait(self, cursor: CursorWrapper, seconds: int) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pymysql
 import pytest
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
@@ -27,7 +28,7 @@ from django_distlock.engine.waiting import Wait
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
-from tests.fixtures.interruption import interrupted_by_signals
+from tests.fixtures.interruption import TimeLimit, interrupted_by_signals, stop_at_call_of
 
 from .session_tools import aliases, ask
 
@@ -289,6 +290,29 @@ def test_ctrl_c_ends_the_wait_as_on_mysql_which_is_told_its_old_limit_after_it(
     with held_elsewhere(database, name), ctrl_c_while_waiting(another(database)):
         with transaction.atomic(using=database), connection.cursor() as cursor:
             OnMySQL(connection, name, Wait(20)).lock(cursor)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("is_mariadb", [True, False])
+def test_an_exception_between_the_request_and_its_reply_does_not_wait_for_it(
+    database: str, name: str, monkeypatch: pytest.MonkeyPatch, is_mariadb: bool
+) -> None:
+    connection = connections[database]
+    monkeypatch.setattr(connection, "mysql_is_mariadb", is_mariadb)
+
+    def stop(execute: Callable[..., object], sql: str, *rest: object) -> object:
+        if "FOR UPDATE" in sql:
+            stop_at_call_of(pymysql.connections.Connection._read_query_result)  # type: ignore[attr-defined]  # has no stub
+        return execute(sql, *rest)
+
+    began = time.monotonic()
+    with held_elsewhere(database, name), pytest.raises(TimeLimit):
+        with transaction.atomic(using=database), connection.cursor() as cursor:
+            with connection.execute_wrapper(stop):
+                OnMySQL(connection, name, Wait(20)).lock(cursor)
+
+    assert time.monotonic() - began < 15
 
 
 # Not on MariaDB: PyMySQL makes it an error of its own.

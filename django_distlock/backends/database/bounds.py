@@ -99,17 +99,26 @@ def patient(
 
 @contextmanager
 def interruptible(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Allow signals and other greenlets to run while the caller's own connection waits."""
+    """Allow signals and other greenlets to run during a request on the caller's own connection.
+
+    An exception of theirs cuts the connection: PyMySQL may have sent the request without reading its reply,
+    for which the rollback would wait.
+    """
     raw = driver_of(connection)
-    if not hasattr(raw, "send_query"):
-        yield
-        return
-    _bound_mysqlclient(connection, None)
+    is_mysqlclient = hasattr(raw, "send_query")
     try:
+        if is_mysqlclient:
+            _bound_mysqlclient(connection, None)
         yield
+    except Error:
+        raise
+    except BaseException:
+        cut(connection)
+        raise
     finally:
-        for name in _BOUND:
-            del raw.__dict__[name]  # the connection does not support delattr()
+        if is_mysqlclient:
+            for name in _BOUND:
+                raw.__dict__.pop(name, None)  # the connection does not support delattr()
 
 
 def descriptor(connection: BaseDatabaseWrapper) -> int | None:
