@@ -144,7 +144,10 @@ def test_a_guard_refuses_a_transaction_that_has_read_before_the_lock(
                 lease.guard(using=database)
 
 
-def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name: str) -> None:
+@pytest.mark.parametrize("mode", ["IMMEDIATE", "EXCLUSIVE"])
+def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(
+    file: str, name: str, mode: str
+) -> None:
     def refused(timeout: float) -> Callable[[], None]:
         def ask() -> None:
             with pytest.raises(LockBackendError, match="busy with other writers"):
@@ -152,7 +155,7 @@ def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name:
 
         return ask
 
-    with written_by_another(file, 60):
+    with written_by_another(file, 60, mode):
         in_time(refused(0), 0.3, 2)
         in_time(refused(1), 1, 3)
 

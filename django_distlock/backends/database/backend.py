@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,7 +116,9 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def _busy(self, request: Request) -> Busy | None:
         # A guard() locks the counter's row, but not the row of the lock.
-        return Busy() if self._ask(self.dialect.is_guarded, request.key) else None
+        with suppress(Contended):  # a file that cannot be read, either
+            return Busy() if self._ask(self.dialect.is_guarded, request.key) else None
+        return None
 
     def release(self, request: Request) -> Release:
         ask, verb = self._own.ask, self.dialect.release
