@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django_distlock.ground import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 #: Seconds after which an idle connection is not used again: routers forget it after some minutes, often silently
 #: (Azure after 4, the balancers of AWS after 6).
@@ -46,21 +46,24 @@ class IdleStack(deque[Any]):
 
         A connection is not sound if the server has closed it, or has sent anything without a request.
         """
-        for connection in self.fresh():
+        while (connection := self.fresh_one()) is not None:
             if not connection.has_news():
                 return connection
             connection.close()
         return None
 
-    def fresh(self) -> Iterator[Any]:
-        """Take the connections that were used within IDLE seconds, one by one, and close the others."""
+    def fresh_one(self) -> Any:
+        """Take a connection that was used within IDLE seconds, or return None; close older ones on the way.
+
+        Not a generator: the exception of a signal that comes while one is closed is lost.
+        """
         with suppress(IndexError):
             while True:
                 connection = self.pop()
                 if clock.wait_time() - connection.used_at < IDLE:
-                    yield connection
-                else:
-                    connection.close()
+                    return connection
+                connection.close()
+        return None
 
     def close_all(self, close: Callable[[Any], object]) -> None:
         with suppress(IndexError):

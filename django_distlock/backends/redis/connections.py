@@ -364,10 +364,9 @@ class AsyncPoolLink(_Link):
             self._keep(connection)
             return answer
 
-    async def _fit_one(self) -> TaskConnection | None:
+    async def _fit_one(self) -> Any:
         """Return an idle connection as IdleStack.fit_one() does."""
-        connection: TaskConnection
-        for connection in self._idle.fresh():
+        while (connection := self._idle.fresh_one()) is not None:
             if not await connection.has_news():
                 return connection
             connection.close()
