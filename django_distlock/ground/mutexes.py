@@ -8,11 +8,14 @@ another section runs at any of its calls. Code in a section must not wait: all o
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from _thread import RLock
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
 
 #: Used as a set. A WeakSet cannot be read while another thread adds to it; keyrefs() reads a dict in one step.
 _sections: WeakKeyDictionary[RLock, None] = WeakKeyDictionary()
@@ -34,6 +37,27 @@ def section() -> RLock:
     made = threading.RLock()
     _sections[made] = None
     return made
+
+
+class Taken(Exception):
+    """Another thread has the mutex."""
+
+
+def run_in(mutex: RLock, act: Callable[[], _T], seconds: float = 0.0) -> _T:
+    """Call *act* with *mutex* taken, as in ``with mutex``, but Taken if it does not come free within *seconds*.
+
+    An exception that is set on a waiting thread comes right after acquire(): so that is in the ``try``, and
+    release() is the first call of ``finally``.
+    """
+    try:
+        if not mutex.acquire(timeout=seconds):
+            raise Taken
+        return act()
+    finally:
+        try:  # noqa: SIM105 - suppress() would be a call before release()
+            mutex.release()
+        except RuntimeError:
+            pass  # another thread has it
 
 
 def owned(mutex: RLock) -> bool:

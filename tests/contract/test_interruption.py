@@ -25,10 +25,12 @@ from django_distlock import (
     LockDeadlock,
     LockLost,
     LockNotHeld,
+    LockNotOwned,
     lock,
     lock_all,
 )
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.background import background
 from django_distlock.engine.values import State
 from django_distlock.lock_set import LockSet
 from tests.fixtures.eventually import eventually
@@ -342,6 +344,33 @@ def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
         calls_until(number, f"{name}:at:{number}")
 
     _come_free(rival, (f"{name}:at:{number}" for number in steps))
+
+
+@pytest.mark.parametrize("verb", ["check", "extend"])
+def test_an_exception_at_any_step_of_a_look_at_a_lease_does_not_keep_its_lock(
+    using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", id)  # what finalizers raise goes up nowhere
+
+    def calls_until(number: int, each: str) -> int:
+        lease, step = lock(each, using=using).acquire(), StopAt(number)
+        assert lease
+        with suppress(TimeLimit), step:
+            getattr(lease, verb)()
+        # The lock of a session ends with a request that was interrupted.
+        with suppress(LockLost, LockNotOwned):
+            lease.release()
+        return step.calls
+
+    steps = range(1, min(calls_until(0, f"{name}:{turn}") for turn in range(3)))
+    for number in steps:
+        calls_until(number, f"{name}:at:{number}")
+
+    _come_free(rival, (f"{name}:at:{number}" for number in steps))
+    # Nor does it hold up what is given back in the background.
+    is_done = threading.Event()
+    background.submit(using, is_done.set)
+    assert is_done.wait(SOON)
 
 
 class InterruptAt:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from django_distlock.backends.base import KEYS
@@ -22,6 +22,7 @@ from django_distlock.backends.idle import IdleStack, set_keepalive
 from django_distlock.engine.values import Secret, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 from django_distlock.ground import clock
+from django_distlock.ground.mutexes import Taken, run_in
 
 from .options import Endpoint, EtcdOptions
 
@@ -333,16 +334,21 @@ class Gateway:
         """Return the login token that all threads share; log in again if it is still the *old* one."""
         if not self._options.user or self._token != old:
             return self._token
-        if not self._login.acquire(timeout=max(0.0, ends - clock.wait_time())):
-            raise LockBackendError(self._alias, "no login has ended in time")
         try:
-            if self._token == old:
-                login = {"name": self._options.user, "password": self._options.password}
-                post = _Post(_AUTHENTICATE, SecretBytes(json.dumps(login).encode()), ends)
-                self._token = Secret(self._ask(post).body["token"])
-            return self._token
-        finally:
-            self._login.release()
+            run_in(
+                self._login,
+                partial(self._log_in, ends, old),
+                max(0.0, ends - clock.wait_time()),
+            )
+        except Taken:
+            raise LockBackendError(self._alias, "no login has ended in time") from None
+        return self._token
+
+    def _log_in(self, ends: float, old: str) -> None:
+        if self._token == old:
+            login = {"name": self._options.user, "password": self._options.password}
+            post = _Post(_AUTHENTICATE, SecretBytes(json.dumps(login).encode()), ends)
+            self._token = Secret(self._ask(post).body["token"])
 
     def _compare(self, reply: Reply, known: int) -> None:
         """Call went_back() if the reply's revision is below *known*, that before the request, or of another cluster."""

@@ -13,6 +13,7 @@ from django_distlock.backends.queue.labels import TOKENS
 from django_distlock.engine.background import NoThreadError, background, start_daemon
 from django_distlock.exceptions import LockBackendError, NotSent
 from django_distlock.ground import clock
+from django_distlock.ground.mutexes import Taken, run_in
 
 from .gateway import (
     SHORT,
@@ -75,14 +76,15 @@ class Session:
     def ready(self) -> str:
         """Begin or prolong the session if needed, and return the id of its lease, with most of its time left."""
         if not self.is_fresh(self.id):
-            if not self._mutex.acquire(timeout=self._options.io_timeout):
-                raise NotSent(self._alias, "no session has begun in time")
             try:
-                if not self.is_fresh(self.id) and not self.prolong():
-                    self._begin()
-            finally:
-                self._mutex.release()
+                run_in(self._mutex, self._prolong_or_begin, self._options.io_timeout)
+            except Taken:
+                raise NotSent(self._alias, "no session has begun in time") from None
         return self.id
+
+    def _prolong_or_begin(self) -> None:
+        if not self.is_fresh(self.id) and not self.prolong():
+            self._begin()
 
     def is_fresh(self, lease_id: str) -> bool:
         """Return True if the session has this lease, and more than two thirds of its time are left."""

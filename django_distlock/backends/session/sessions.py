@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock.backends.database import bounds
 from django_distlock.engine.values import Request, digest
-from django_distlock.ground.mutexes import owned
+from django_distlock.ground.mutexes import Taken, owned, run_in
 from django_distlock.ground.naming import stored
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ class DatabaseSession:
     @property
     def is_over(self) -> bool:
         """Whether the server has closed the connection; False while a request is under way."""
-        if self.interrupts_request or not self.mutex.acquire(blocking=False):
+        if self.interrupts_request:
             return False
         try:
-            return bounds.is_cut(self.connection)
-        finally:
-            self.mutex.release()
+            return run_in(self.mutex, lambda: bounds.is_cut(self.connection))
+        except Taken:
+            return False
 
 
 class SessionServer(ABC):
