@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from django_distlock.engine.values import Busy
 from django_distlock.exceptions import InvalidLockBackend
 from tests.backends.conftest import SERVERS
 from tests.contract import crew
-from tests.fixtures.eventually import eventually, in_time
+from tests.fixtures.eventually import eventually, told_in_time
 
 from .session_tools import HUNT, aliases, backend, hunt, waiters
 
@@ -44,14 +46,22 @@ def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
         with lock(f"{name}:{using}", using=using):
             pass  # the connections are open
 
-    def wait_behind_another() -> None:
-        first = crew.start(partial(_refused, name, "site0", 2.5))
+    def too_long(using: str, timeout: float) -> float:
+        began = time.monotonic()
+        _refused(name, using, timeout)
+        return time.monotonic() - began - timeout
+
+    def wait_behind_another() -> float:
+        first = crew.start(partial(too_long, "site0", 1.5))
         eventually(lambda: waiters(database) == 1 or first.done())
-        _refused(name, "site1", 3)
-        first.result(10)
+        if first.done():
+            return math.inf  # nobody saw it wait
+        outcomes = too_long("site1", 2.5), first.result(10)
+        assert min(outcomes) >= 0
+        return max(outcomes)
 
     with lock(name, using="locks"):
-        in_time(wait_behind_another, 3, 4.5)
+        told_in_time(wait_behind_another, 0, 0.5)
 
 
 def _refused(name: str, using: str, timeout: float) -> None:

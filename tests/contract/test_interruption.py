@@ -314,6 +314,15 @@ async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[obj
         sys.setprofile(None)
 
 
+def _stopped_at_each_step(calls_until: Callable[[int, str], int], name: str) -> list[str]:
+    """Stop *calls_until* at each of its steps, each time with another lock; return the names of these."""
+    steps = range(1, min(calls_until(0, f"{name}:{turn}") for turn in range(3)))
+    names = [f"{name}:at:{number}" for number in steps]
+    for number, each in zip(steps, names, strict=True):
+        calls_until(number, each)
+    return names
+
+
 @needs("typical", "detach")
 @pytest.mark.parametrize("verb", ["detach", "attach"])
 def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
@@ -339,11 +348,7 @@ def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
             lease.release()
         return step.calls
 
-    steps = range(1, min(calls_until(0, f"{name}:{turn}") for turn in range(3)))
-    for number in steps:
-        calls_until(number, f"{name}:at:{number}")
-
-    _come_free(rival, (f"{name}:at:{number}" for number in steps))
+    _come_free(rival, _stopped_at_each_step(calls_until, name))
 
 
 @pytest.mark.parametrize("verb", ["check", "extend"])
@@ -362,11 +367,7 @@ def test_an_exception_at_any_step_of_a_look_at_a_lease_does_not_keep_its_lock(
             lease.release()
         return step.calls
 
-    steps = range(1, min(calls_until(0, f"{name}:{turn}") for turn in range(3)))
-    for number in steps:
-        calls_until(number, f"{name}:at:{number}")
-
-    _come_free(rival, (f"{name}:at:{number}" for number in steps))
+    _come_free(rival, _stopped_at_each_step(calls_until, name))
     # Nor does it hold up what is given back in the background.
     is_done = threading.Event()
     background.submit(using, is_done.set)
