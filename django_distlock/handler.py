@@ -110,6 +110,7 @@ class LockHandler:
             backends, self.made, self._settings = self.made, {}, None
             memory.clear()
         for backend in backends.values():
+            backend.leftovers.stop()
             backend.close()
 
     def end_process(self) -> None:

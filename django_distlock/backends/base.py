@@ -104,7 +104,7 @@ class BaseLockBackend(ABC):
         self._key_in = lru_cache(KEYS)(partial(server_key, kind=self.kind))
         self.queue = LocalQueue()
         self._threads = VerbThreads(settings.alias)
-        self._leftovers = Leftovers(settings.alias, self.revoke_all)
+        self.leftovers = Leftovers(settings.alias, self.revoke_all)
 
     @classmethod
     def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
@@ -365,7 +365,7 @@ class BaseLockBackend(ABC):
 
     def abandon_later(self, request: Request) -> None:
         """Release the lock for good in the background; try until it works or the ttl has passed."""
-        self._threads.after(request, partial(self._leftovers.add, request))
+        self._threads.after(request, partial(self.leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
         """Give up the position in the server's queue, in the background."""

@@ -39,11 +39,16 @@ class Leftovers:
         self._alias = alias
         self._revoke_all = revoke_all
         self._waiting: deque[_Leftover] = deque()
+        self._may_repeat = True
 
     def add(self, request: Request) -> None:
         """Release in the background what the server has granted for *request*, or may yet grant."""
         self._waiting.append(_Leftover(request, clock.lease_time() + request.ttl))
         background.submit(self._alias, self._revoke_waiting)
+
+    def stop(self) -> None:
+        """Repeat no failed release from now on, because the settings have changed, as by override_settings() in a test."""
+        self._may_repeat = False
 
     def _revoke_waiting(self) -> None:
         # The first job takes all leftovers; the other jobs find nothing to do.
@@ -64,7 +69,7 @@ class Leftovers:
             elif outcome is not Release.RELEASED and not each.is_second_look:
                 doubtful.append(replace(each, is_second_look=True))
         self._revoke_later(doubtful, SECOND_LOOK, RETRY)
-        if failed:
+        if failed and self._may_repeat:
             # A second look most likely finds nothing, so its failure is no warning.
             level = logging.DEBUG if failed[0].is_second_look else logging.WARNING
             problem = next(each for each in outcomes if isinstance(each, Exception))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
+from pytest_django.fixtures import Settings
 
 from django_distlock.engine import leftovers as module
 from django_distlock.engine.background import background
@@ -15,8 +16,10 @@ from django_distlock.engine.values import Release, Request, new_owner
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
+from django_distlock.handler import locks
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
+from tests.integration.aliases import DOWN, MEMORY
 
 Answer = Callable[[Request], Release | Exception]
 _aliases = (f"leftovers {number}" for number in itertools.count())
@@ -102,6 +105,28 @@ def test_what_failed_is_not_tried_for_longer_than_its_ttl(
     put_forward(30)
 
     eventually(has_stopped)
+
+
+def test_what_failed_is_not_tried_again_after_a_change_of_the_settings(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after override_settings() in a project's test: the tests that follow do not know that server."""
+
+    def warnings_in(seconds: float) -> int:
+        over, before = threading.Event(), len(caplog.records)
+        background.submit("default", over.set, seconds)
+        assert over.wait(10)
+        return len(caplog.records) - before
+
+    monkeypatch.setattr(module, "LONGEST_RETRY", 0.02)
+    settings.DISTLOCK = {"default": DOWN}
+    locks["default"].abandon_later(request("edited", ttl=90))
+    eventually(lambda: len(caplog.records) > 2)
+
+    settings.DISTLOCK = {"default": MEMORY}
+
+    warnings_in(0)  # until the one that is being logged has been logged
+    assert warnings_in(0.5) == 0
 
 
 def test_a_job_is_tried_until_the_server_has_answered(server: Server) -> None:
