@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 WAIT_FOR_STANDBY = (
     "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND usename = 'distlock'"
 )
+SESSIONS = "SELECT pid FROM pg_stat_activity WHERE usename = 'distlock'"
 needs_time_limit = pytest.mark.skipif(
     not HAS_PSYCOPG3, reason="a request of psycopg2 has no time limit"
 )
@@ -371,6 +374,35 @@ def test_server_that_hangs_while_requests_are_given_up_ends_their_sessions_later
             never(lambda: "distlock-cancel" not in {each.name for each in threading.enumerate()}, 1)
 
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+
+
+@needs_time_limit
+def test_request_that_the_server_reads_after_the_order_to_end_it_leaves_no_session(
+    postgres: PostgreSQL, name: str, few: str
+) -> None:
+    """A server that hung may come to the order before the request, and ignores the order to end what has not begun."""
+    with lock(name, using="away", timeout=0, ttl=5):
+        pass
+    with postgres.admin() as admin, standby_away(postgres):
+        idle = [pid for (pid,) in admin.execute(SESSIONS).fetchall()]
+        for pid in idle:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(LockBackendError):
+                lock(name, using="away", timeout=0, ttl=5).acquire()
+            eventually(lambda: any(map(has_order_to_end, idle)))
+        finally:
+            for pid in idle:
+                os.kill(pid, signal.SIGCONT)
+
+        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 20)
+
+
+def has_order_to_end(pid: int) -> bool:
+    """Return whether a stopped session of PostgreSQL has a SIGINT to come to."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = next(line for line in status.splitlines() if line.startswith("ShdPnd"))
+    return bool(int(pending.split()[1], 16) & 1 << signal.SIGINT - 1)
 
 
 @contextmanager

@@ -44,6 +44,8 @@ _poll = getattr(_select, "poll", None)
 LONGEST_SELECT = 2_000_000.0
 #: Seconds within which the server must get the order to end a request.
 CANCEL = 10.0
+#: Seconds after which the order is repeated if the request has no answer.
+CANCEL_AGAIN = 1.0
 
 
 #: The attributes with the wrapped connection: of wrapt's proxies, which monitoring agents use, and of SQLAlchemy's pools.
@@ -167,18 +169,27 @@ def is_under_way(connection: BaseDatabaseWrapper) -> bool:
 
 
 def cancel(connection: BaseDatabaseWrapper, another: Callable[[], Any]) -> None:
-    """Ask the server to end the running request, on *another* connection if needed.
+    """Ask the server to end the running request, on *another* connection if needed, until it answers the request.
 
     This may take longer than a request, as nobody waits for it, and the session must not stay on the server.
     """
-    raw: Any = connection.connection
+    ends = clock.wait_time() + CANCEL
     with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
-        if _has_cancel_safe():
-            raw.cancel_safe(timeout=CANCEL)
-            return
-        # Before libpq 17, cancelling has no time limit, and blocks all threads of the process: use a statement.
-        with contextlib.closing(another()) as other:
-            other.distlock_cursor.execute(f"SELECT pg_cancel_backend({raw.info.backend_pid})")
+        while (left := ends - clock.wait_time()) > 0:
+            _ask_to_cancel(connection.connection, another, left)
+            # A server that has hung ignores the order if it has not read the request yet.
+            with contextlib.suppress(NoAnswer):
+                wait_for_reply(connection.connection.fileno(), min(left, CANCEL_AGAIN))
+                return
+
+
+def _ask_to_cancel(raw: Any, another: Callable[[], Any], seconds: float) -> None:
+    if _has_cancel_safe():
+        raw.cancel_safe(timeout=seconds)
+        return
+    # Before libpq 17, cancelling has no time limit, and blocks all threads of the process: use a statement.
+    with contextlib.closing(another()) as other:
+        other.distlock_cursor.execute(f"SELECT pg_cancel_backend({raw.info.backend_pid})")
 
 
 def _has_cancel_safe() -> bool:
