@@ -173,13 +173,15 @@ def cancel(connection: BaseDatabaseWrapper, another: Callable[[], Any]) -> None:
 
     This may take longer than a request, as nobody waits for it, and the session must not stay on the server.
     """
+    raw: Any = connection.connection
     ends = clock.wait_time() + CANCEL
     with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
         while (left := ends - clock.wait_time()) > 0:
-            _ask_to_cancel(connection.connection, another, left)
+            _ask_to_cancel(raw, another, left)
             # A server that has hung ignores the order if it has not read the request yet.
             with contextlib.suppress(NoAnswer):
-                wait_for_reply(connection.connection.fileno(), min(left, CANCEL_AGAIN))
+                if raw.pgconn.is_busy():  # libpq has not read the answer already
+                    wait_for_reply(raw.fileno(), min(left, CANCEL_AGAIN))
                 return
 
 
