@@ -314,8 +314,17 @@ async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[obj
         sys.setprofile(None)
 
 
-def _stopped_at_each_step(calls_until: Callable[[int, str], int], name: str) -> list[str]:
-    """Stop *calls_until* at each of its steps, each time with another lock; return the names of these."""
+def _stopped_at_each_step(
+    use: Callable[[Lease, StopAt], object], using: str, name: str
+) -> list[str]:
+    """Call *use* with a lease, and stop it at each of its steps, each time with another lock; return the locks' names."""
+
+    def calls_until(number: int, each: str) -> int:
+        lease, step = lock(each, using=using).acquire(), StopAt(number)
+        assert lease
+        use(lease, step)
+        return step.calls
+
     steps = range(1, min(calls_until(0, f"{name}:{turn}") for turn in range(3)))
     names = [f"{name}:at:{number}" for number in steps]
     for number, each in zip(steps, names, strict=True):
@@ -330,9 +339,7 @@ def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", id)  # what finalizers raise goes up nowhere
 
-    def calls_until(number: int, each: str) -> int:
-        lease, step = lock(each, using=using).acquire(), StopAt(number)
-        assert lease
+    def use(lease: Lease, step: StopAt) -> None:
         if verb == "detach":
             with suppress(TimeLimit), lease:
                 with step:
@@ -346,9 +353,8 @@ def test_an_exception_at_any_step_of_a_handover_leaves_nothing(
                 Lease.attach(text).release()
         if lease.held:
             lease.release()
-        return step.calls
 
-    _come_free(rival, _stopped_at_each_step(calls_until, name))
+    _come_free(rival, _stopped_at_each_step(use, using, name))
 
 
 @pytest.mark.parametrize("verb", ["check", "extend"])
@@ -357,17 +363,14 @@ def test_an_exception_at_any_step_of_a_look_at_a_lease_does_not_keep_its_lock(
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", id)  # what finalizers raise goes up nowhere
 
-    def calls_until(number: int, each: str) -> int:
-        lease, step = lock(each, using=using).acquire(), StopAt(number)
-        assert lease
+    def use(lease: Lease, step: StopAt) -> None:
         with suppress(TimeLimit), step:
             getattr(lease, verb)()
         # The lock of a session ends with a request that was interrupted.
         with suppress(LockLost, LockNotOwned):
             lease.release()
-        return step.calls
 
-    _come_free(rival, _stopped_at_each_step(calls_until, name))
+    _come_free(rival, _stopped_at_each_step(use, using, name))
     # Nor does it hold up what is given back in the background.
     is_done = threading.Event()
     background.submit(using, is_done.set)

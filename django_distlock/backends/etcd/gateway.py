@@ -335,11 +335,8 @@ class Gateway:
         if not self._options.user or self._token != old:
             return self._token
         try:
-            run_in(
-                self._login,
-                partial(self._log_in, ends, old),
-                max(0.0, ends - clock.wait_time()),
-            )
+            left = max(0.0, ends - clock.wait_time())
+            run_in(self._login, partial(self._log_in, ends, old), left)
         except Taken:
             raise LockBackendError(self._alias, "no login has ended in time") from None
         return self._token
