@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.core.files.base import ContentFile
 from django.db import connections, models
+from django.forms import ModelForm, modelform_factory
 from django.test import Client
 from django.test.utils import CaptureQueriesContext, isolate_apps
 from django.urls import path, reverse
@@ -55,6 +57,47 @@ class ScanAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     ordering = ("pk",)
 
 
+class RequestForm(ModelForm):  # type: ignore[type-arg]
+    """A form that is given the request."""
+
+    def __init__(self, *args: Any, request: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.request = request
+
+
+class InAnotherClass(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Gives its form the request by a class that makes forms of another class."""
+
+    form = RequestForm
+
+    def get_form(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, *args, **kwargs)
+
+        class WithRequest(form):  # type: ignore[misc]
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                return form(*args, request=request, **kwargs)
+
+        return WithRequest
+
+
+class ByPartial(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Gives its form the request by a callable that is no class."""
+
+    form = RequestForm
+    fields = ("name", "balance")
+
+    def get_form(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, *args, **kwargs)
+        return partial(form, request=request)
+
+
+class WithoutSuper(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Has one form, which is not made for each request."""
+
+    def get_form(self, *_: Any, **__: Any) -> Any:
+        return modelform_factory(Account, fields=("name", "balance"))
+
+
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Iterator[Any]:
     """The rows of Scan, in a table of their own, which the admin serves."""
@@ -90,6 +133,30 @@ def test_an_admin_with_a_get_form_of_its_own_is_edited(boss: Client) -> None:
 
     user.refresh_from_db()
     assert user.first_name == "Grace"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [InAnotherClass, ByPartial, WithoutSuper])
+def test_the_form_of_any_get_form_is_compared(
+    kind: Any, is_first: bool, account: Account, boss: Client, settings: Any
+) -> None:
+    site = admin.AdminSite()
+    bases = (
+        (kind, EditLockMixin, admin.ModelAdmin)
+        if is_first
+        else (EditLockMixin, kind, admin.ModelAdmin)
+    )
+    site.register(Account, type("Admin", bases, {}))
+    settings.ROOT_URLCONF = (path("admin/", site.urls),)
+    opened = fields_of(boss.get(page_of(account)))
+    Account.objects.filter(pk=account.pk).update(balance=50)
+
+    page = boss.post(page_of(account), {**opened, "balance": "70"})
+
+    assert [part.label for part in page.context["distlock_edit"].changes] == ["Balance"]
+    assert boss.post(page_of(account), fields_of(page)).status_code == 302
+    account.refresh_from_db()
+    assert account.balance == 70
 
 
 @pytest.mark.parametrize("site", ["postgres"], indirect=True)

@@ -59,6 +59,11 @@ class EditLockMixin(_Admin):
     #: Seconds that an object stays locked after the browser of its editor has vanished.
     edit_lock_ttl: float | timedelta = TTL
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Around every get_form(), also one that does not call super(): no form is saved without being compared.
+        self.get_form = partial(self._get_checked_form, self.get_form)  # type: ignore[method-assign]
+
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         """Return whether the user may take *obj* over from another editor."""
         return self.has_change_permission(request, obj) and request.user.has_perm(PERMISSION)
@@ -110,8 +115,10 @@ class EditLockMixin(_Admin):
         # A replica may have older values.
         return rows.using(edit.ticket.database) if (edit := _saved(request)) else rows
 
-    def get_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        form, edit = super().get_form(request, *args, **kwargs), _saved(request)
+    def _get_checked_form(
+        self, get_form: Callable[..., Any], request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        form, edit = get_form(request, *args, **kwargs), _saved(request)
         if edit is None or "_saveasnew" in request.POST:
             return form
 
@@ -280,15 +287,29 @@ class EditLockMixin(_Admin):
 
 
 def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
-    """Return a subclass of *form* whose clean() also adds these *problems*."""
+    """Return a subclass of *form*, or a function if it is no class; clean() of what it makes also adds these *problems*."""
 
-    def clean(self: Any) -> Any:
-        # First, because the form's own clean() may raise an error.
-        for problem in problems(self):
-            self.add_error(None, problem)
-        return form.clean(self)
+    def checked(made: Any) -> Any:
+        own = made.clean
 
-    return type(form.__name__, (form,), {"clean": clean})
+        def clean() -> Any:
+            # First, because the form's own clean() may raise an error.
+            for problem in problems(made):
+                made.add_error(None, problem)
+            return own()
+
+        made.clean = clean
+        return made
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if form.__new__ is object.__new__:
+            return checked(object.__new__(cls))
+        # It may make a form of another class, such as one that is given the request.
+        return checked(form.__new__(cls, *args, **kwargs))
+
+    if not isinstance(form, type):
+        return lambda *args, **kwargs: checked(form(*args, **kwargs))
+    return type(form.__name__, (form,), {"__new__": new})
 
 
 def _is_stale(form: Any, name: str) -> bool:
