@@ -144,8 +144,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     ) -> Any:
         """Send the task, and return its AsyncResult; if the task is already under way, only return that AsyncResult.
 
-        A step of a chain, a group or a chord is always sent, because other tasks wait for it: it runs after the task
-        that is under way. ValueError for an id that is too long, and for a countdown or eta with debounce.
+        A step of a chain, a group or a chord, and what replaces a task, is always sent, because others wait for its
+        result: it runs after the task that is under way. ValueError for an id that is too long, and for a countdown or eta with debounce.
         """
         headers, task_id = options.pop("headers", None) or {}, task_id or uuid()
         name = self._name_for(args or (), kwargs or {}, task_id)
@@ -305,11 +305,11 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             lease = request.distlock_lease = lock.take(0)
         except LockNotAcquired as busy:
             self._leave_out_copy(lock)
-            # A step of a workflow must run, because other tasks wait for it. A copy of the task that holds the lock
+            # A step of a workflow must run, because others wait for it. A copy of the task that holds the lock
             # must run if that task died with its worker. Any other message has lost the lock to a later message.
-            is_step = request.group or request.chord or request.callbacks
+            waits = (request.group, request.chord, request.callbacks, request.replaced_task_nesting)
             is_copy = self._id_of(busy.holder) == request.id
-            if request.is_eager or not (is_step or is_copy or request.chain is not None):
+            if request.is_eager or not (any(waits) or is_copy or request.chain is not None):
                 raise
             self._send_again(_pause(busy))
         # Checked under the lock, because the first copy stores its result before it releases the lock.
@@ -378,8 +378,10 @@ class _Shared(UniqueTask, metaclass=_OfAnyApp):
 
 
 def _is_step(options: dict[str, Any]) -> bool:
-    """Return True if *options* make the message a step of a workflow, whose other tasks wait for its end."""
-    has_others = any(options.get(key) for key in ("group_id", "chord", "link"))
+    """Return True if *options* make the message a step of a workflow, or replace a task: others wait for its end."""
+    has_others = any(
+        options.get(key) for key in ("group_id", "chord", "link", "replaced_task_nesting")
+    )
     return has_others or options.get("chain") is not None
 
 

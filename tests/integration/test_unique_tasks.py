@@ -554,6 +554,21 @@ def test_the_last_of_a_chain_and_each_of_a_group_have_their_results(
     assert events(diary) == ["began", "ended"] * 3
 
 
+def test_what_replaces_a_task_runs_after_the_one_that_is_under_way(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    step = unique_tasks.step.si(diary.page).set(queue=worker.queue)
+    first = step.apply_async()
+    began(diary, 1)
+
+    result = unique_tasks.replaced.si(step).set(queue=worker.queue).apply_async()
+
+    never(lambda: len(events(diary)) > 1, 6)  # it is sent again within 5 seconds
+    diary.let_go(2)
+    assert [first.get(timeout=30), result.get(timeout=30)] == ["done", "done"]
+    assert events(diary) == ["began", "ended"] * 2
+
+
 # How it is called.
 
 

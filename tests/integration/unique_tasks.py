@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from celery import Task, shared_task
+from celery import Task, shared_task, signature
 
 from django_distlock.contrib.celery import attached, unique_task
 
@@ -92,6 +92,11 @@ def sent_slowly(page: str) -> None: ...
 @shared_task
 def after(part: str) -> str:
     return f"after {part}"
+
+
+@shared_task(bind=True)
+def replaced(self: Any, step: Any) -> None:
+    raise self.replace(signature(step))
 
 
 @shared_task(bind=True)
