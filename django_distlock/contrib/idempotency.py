@@ -490,20 +490,27 @@ def fingerprint(args: tuple[Any, ...]) -> str:
 
 
 def _body(request: Any, args: tuple[Any, ...]) -> bytes:
+    # The request of Django REST framework parses the body with the parsers of its view.
+    framed = next((each for each in args[:2] if hasattr(each, "_request")), None)
     if request.content_type == "multipart/form-data" and request.method == "POST":
         # The body may be too large for the memory, and CsrfViewMiddleware has read it.
-        return _parsed([[*request.POST.lists()], [*request.FILES.lists()]])
+        if framed is None:
+            return _parsed([[*request.POST.lists()], [*request.FILES.lists()]])
+        return _parsed_by(framed)
     try:
         body: bytes = request.body
     except RawPostDataException:
-        # Django REST framework has parsed the body, for example for a permission.
-        for each in args[:2]:
-            if hasattr(each, "_request"):
-                return _parsed([*each.data.lists()] if hasattr(each.data, "lists") else each.data)
-        raise
+        if framed is None:
+            raise
+        return _parsed_by(framed)  # it has read the body, for example for a permission
     # A client that builds the body again chooses another boundary.
     boundary = request.content_params.get("boundary", "").encode()
     return body.replace(boundary, b"") if boundary else body
+
+
+def _parsed_by(framed: Any) -> bytes:
+    data = framed.data
+    return _parsed([*data.lists()] if hasattr(data, "lists") else data)
 
 
 def _parsed(fields: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from typing import Any
@@ -21,7 +22,7 @@ from ninja import NinjaAPI
 from ninja.decorators import decorate_view
 from rest_framework.decorators import api_view, authentication_classes, permission_classes
 from rest_framework.exceptions import ValidationError
-from rest_framework.parsers import FileUploadParser
+from rest_framework.parsers import DataAndFiles, FileUploadParser, JSONParser, MultiPartParser
 from rest_framework.permissions import BasePermission
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -137,6 +138,26 @@ class RestUpload(Rest):
     parser_classes = (FileUploadParser,)
 
 
+class JSONPart(MultiPartParser):
+    """Parses files and a part in JSON."""
+
+    def parse(self, *args: Any, **kwargs: Any) -> Any:
+        parsed = super().parse(*args, **kwargs)
+        return DataAndFiles(json.loads(parsed.data["data"]), parsed.files)
+
+
+class RestParsed(APIView):
+    parser_classes: tuple[Any, ...] = (JSONPart,)
+
+    @once
+    def post(self, request: Any, pk: int) -> Response:
+        return Response({**charge(request, pk), "name": request.data["owner"]["name"]})
+
+
+class RestOfJSON(RestParsed):
+    parser_classes = (JSONParser,)
+
+
 @method_decorator(once, name="dispatch")
 class RestDispatch(APIView):
     def post(self, request: Any, pk: int) -> Response:
@@ -188,6 +209,8 @@ urlpatterns = [
     path("method/<int:pk>/", Method.as_view()),
     path("rest/<int:pk>/", Rest.as_view()),
     path("rest-upload/<int:pk>/", RestUpload.as_view()),
+    path("rest-parsed/<int:pk>/", RestParsed.as_view()),
+    path("rest-of-json/<int:pk>/", RestOfJSON.as_view()),
     path("rest-dispatch/<int:pk>/", RestDispatch.as_view()),
     path("rest-below/<int:pk>/", rest_below),
     path("rest-above/<int:pk>/", rest_above),

@@ -108,6 +108,23 @@ def test_files_that_the_rest_framework_has_read_are_compared(
     assert fees(account) == 1
 
 
+def test_the_parsers_of_a_view_of_the_rest_framework_parse_a_form_with_files(
+    account: Account,
+) -> None:
+    def sent(page: str, name: str) -> Any:
+        file = SimpleUploadedFile("a", b"1")
+        data = {"data": json.dumps({"owner": {"name": name}}), "file": file}
+        url, headers = f"/{page}/{account.pk}/", {"idempotency-key": page}
+        return Client().post(url, data, headers=headers)
+
+    first, second, other = (sent("rest-parsed", name) for name in ("Ada", "Ada", "Bob"))
+
+    assert first.json()["name"] == second.json()["name"] == "Ada"
+    assert other.status_code == 422
+    assert sent("rest-of-json", "Ada").status_code == 415  # its parser takes no forms
+    assert fees(account) == 1
+
+
 @pytest.mark.usefixtures("atomic_requests")
 @pytest.mark.parametrize("page", ALL)
 def test_it_is_stored_after_the_commit_and_before_the_lock_is_free(
