@@ -149,6 +149,8 @@ def _check_policy(on_busy: object, function: Callable[..., Any]) -> None:
         msg = f"retry() is for Celery tasks, and {title}() takes a request; use respond()."
     elif kind is _retry and any(is_kind(function) for is_kind, _ in _KINDS):
         msg = f"retry() is for Celery tasks, and {title}() is async or a generator; use skip()."
+    elif iscoroutinefunction(on_busy) and not _may_be_async(function):
+        msg = f"on_busy is async, and {title}() is not: nobody would await its result."
     else:
         return
     raise TypeError(msg)
@@ -288,6 +290,11 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
 def is_async(function: Callable[..., Any]) -> bool:
     """Return True for a coroutine function, and for dispatch() of an async view, which is none."""
     return iscoroutinefunction(function) or _is_async_view(function)
+
+
+def _may_be_async(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return inspect.isasyncgenfunction(function) or is_async(function) or name in _HANDLERS
 
 
 #: The methods of Django's View that are no coroutine functions, but return a coroutine if the view is async.
@@ -502,9 +509,10 @@ class RequestTransactions:
         if request is None:
             return []
         view = request.resolver_match and request.resolver_match.func
-        if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
-            return []  # Django has begun the transactions itself, or the view is exempt
-        exempt = set(self._exempt)
+        of_view = getattr(view, "_non_atomic_requests", ())
+        if not isinstance(of_view, _EveryAlias):
+            return []  # in a middleware; or Django has begun the transactions itself, or the view is exempt
+        exempt = self._exempt.union(of_view)
         databases = connections.settings.items()
         return [
             alias for alias, known in databases if known["ATOMIC_REQUESTS"] and alias not in exempt

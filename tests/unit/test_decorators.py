@@ -402,6 +402,23 @@ class TestMisuse:
 
         assert str(caught.value) == said
 
+    def test_an_async_policy_is_for_async_functions(self) -> None:
+        async def later(*_: object) -> None: ...
+
+        locked = distributed_lock("a", on_busy=later)
+
+        async def work() -> None: ...
+        async def generate() -> AsyncIterator[None]:
+            yield
+
+        def dispatch(view: object, request: HttpRequest) -> None: ...
+
+        for right in (work, generate, dispatch):
+            locked(right)
+        for wrong in (lambda: None, lambda: (yield)):
+            with pytest.raises(TypeError, match=r"on_busy is async, and .*<lambda>\(\) is not"):
+                locked(wrong)
+
     @pytest.mark.parametrize(
         ("make", "error", "said"),
         [

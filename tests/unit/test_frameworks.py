@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from django.db import connections
+from django.db.transaction import non_atomic_requests
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import AsyncClient, Client, RequestFactory
-from django.urls import include, path, resolve
+from django.urls import ResolverMatch, include, path, resolve
 from django.utils.decorators import method_decorator
 from ninja import NinjaAPI, Schema
 from ninja.decorators import decorate_view
@@ -207,3 +208,20 @@ def test_transactions_begin_only_in_the_view_that_django_leaves_them_to(
 
     for args in [(request,), (Request(request),), (object(), Request(request))]:
         assert (run(args) is not body) == begins
+
+    # In a middleware, no address is resolved yet, and Django may begin the transaction of the view later.
+    assert run((RequestFactory().post(url),)) is body
+
+
+def test_a_function_that_a_view_calls_begins_no_transaction_that_the_view_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(*args: Any) -> None: ...
+    def view(*args: Any) -> None: ...
+    def exempt(*args: Any) -> None: ...
+
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    request = RequestFactory().post("/")
+    for resolved, begins in [(view, True), (non_atomic_requests(exempt), False)]:
+        request.resolver_match = ResolverMatch(distributed_lock("view")(resolved), (), {})
+        assert (RequestTransactions(body).inside((request,)) is not body) == begins
