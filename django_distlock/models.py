@@ -198,7 +198,8 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
             """Reload a claimed row from the database of its claim: a replica may not have the row yet."""
             if using is None and CLAIM in self.__dict__:
                 using = self._state.db
-            super().refresh_from_db(using, fields, from_queryset)
+            more = {} if from_queryset is None else {"from_queryset": from_queryset}
+            super().refresh_from_db(using=using, fields=fields, **more)
 
         def delete(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(_DELETE, args, strict=False))

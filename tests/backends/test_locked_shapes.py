@@ -73,6 +73,21 @@ with isolate_apps("testproject"):
             super().refresh_from_db(using=using, fields=fields)
             self.seen = self.balance
 
+    class Tracked(models.Model):
+        """With a method as Django documents it, which takes all but two arguments by name."""
+
+        class Meta:
+            abstract = True
+
+        def refresh_from_db(self, using: Any = None, fields: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+            super().refresh_from_db(using=using, fields=fields, **kwargs)
+
+    class Mixed(FencedModel, Tracked):
+        balance = models.IntegerField(default=100)
+
+        class Meta:
+            app_label = "testproject"
+
     class Price(models.Model):
         """A key that each database stores in its own way."""
 
@@ -89,7 +104,7 @@ class Colour(str, enum.Enum):  # noqa: UP042 - its str() is another text
     RED = "r"
 
 
-SHAPES: list[Any] = [Owned, Soft, OldRefresh]
+SHAPES: list[Any] = [Owned, Soft, OldRefresh, Mixed]
 
 
 @pytest.fixture
