@@ -117,7 +117,10 @@ def holdings(using: str, name: str | Model | None = None) -> list[Held]:
         return grouped(settled(lambda: [*backend.held()]))
     key = backend.key_of(checked_name(name))
     alone = settled(lambda: [*backend.held(key)])
-    return alone or [each for each in holdings(using) if lock_of(each.key) == limit_key(key)]
+    if any(each.state != LockState.STALE for each in alone):
+        return alone
+    # A stale row of the time before the lock had a limit does not hide its places.
+    return [*alone, *(each for each in holdings(using) if lock_of(each.key) == limit_key(key))]
 
 
 def elsewhere(name: str | Model, using: str) -> list[str]:

@@ -406,6 +406,14 @@ def test_a_function_that_finds_no_tenant_is_no_traceback(
         force_release("x")
 
 
+def test_a_stale_row_from_before_the_lock_had_a_limit_hides_none_of_its_places(name: str) -> None:
+    put("default", name, LockState.STALE)
+    leases = [lock(name, limit=2, reentrant=False).acquire(timeout=0) for _ in range(2)]
+
+    assert force_release(name) == 3
+    assert not any(lease and lease.held for lease in leases)
+
+
 def test_aliases_that_need_no_key_are_left_out_where_there_is_no_tenant(settings: Any) -> None:
     settings.DISTLOCK = {"default": MEMORY, "dummy": {**DUMMY, "KEY_PREFIX": tenancy.NO_TENANT}}
 
