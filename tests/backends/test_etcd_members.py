@@ -47,7 +47,8 @@ def test_a_request_is_not_forgotten_over_a_login(
     """It is under way to one member when another one, which has forgotten the token, asks for a login."""
     with Proxy(closed.members[0].port) as proxy:
         members = [f"127.0.0.1:{proxy.port}", *closed.endpoints[1:]]
-        set_options(settings, endpoints=members)
+        # So long that no prolonging of the session meets a member without the others, which would be passed over.
+        set_options(settings, endpoints=members, session_timeout=60.0)
         take("warm")
         for member in closed.members[1:]:
             member.restart()
