@@ -615,7 +615,11 @@ class Attempt:
         ):
             raise failed
         self.requests += 1
-        return (yield from asking_again(ask, failed))
+        answer = yield from asking_again(ask, failed)
+        if isinstance(answer, Grant):
+            # The first request may be the one that was carried out: the ttl counts from its start.
+            return replace(answer, start=min(began, answer.start or began))
+        return answer
 
     # Between two tries.
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from django_distlock import LockLost, lock
+from django_distlock import LockLost, LockOutcomeUnknown, lock
+from django_distlock.ground import clock
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
@@ -56,6 +57,23 @@ def test_the_lost_reply_of_a_renewal_is_asked_for_again_at_once(
         eventually(lambda: lease.deadline > before)
 
         assert "could not be renewed yet" not in caplog.text
+
+
+@pytest.mark.usefixtures("is_never_hung")
+async def test_the_ttl_counts_from_the_first_of_two_requests_to_acquire(
+    faulty: Faulty, using: str, name: str, put_forward: PutForward
+) -> None:
+    asked: list[float] = []
+
+    def lose_first() -> None:
+        asked.append(clock.lease_time())
+        if len(asked) == 1:
+            put_forward(5)
+            raise LockOutcomeUnknown(using, "the test loses this reply")
+
+    faulty.notice("try_acquire", lose_first)
+    async with lock(name, using=using, ttl=30) as lease:
+        assert lease.deadline <= asked[0] + 30
 
 
 @lacks("whole_seconds")
