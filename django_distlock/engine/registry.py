@@ -10,6 +10,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
+from django_distlock.exceptions import Contended
 from django_distlock.ground import clock
 from django_distlock.ground.caller import forks
 from django_distlock.ground.mutexes import section
@@ -182,16 +183,24 @@ class Registry:
         try:
             kept = settled(partial(backend.extend, [request for _, request in asked]))
         except Exception as error:  # noqa: BLE001 - after any error, the deadline decides
-            for lease, _ in asked:
-                lease.endanger()
-                warn("Lock %s could not be renewed yet: %s", lease.name, error, of=lease)
-                lease.announce(backend_failed, error=error, waited=None, requests=None)
+            self._not_extended(backend, asked, error)
         else:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 if is_kept:
                     self._extended(lease, start, request.ttl)
                 elif lease.is_entered:  # otherwise the lease is being released, not lost
                     lease.end(State.LOST, "the server says that it is not ours any more")
+
+    def _not_extended(self, backend: BaseLockBackend, asked: Asked, error: Exception) -> None:
+        if isinstance(error, Contended) and len(asked) > 1:
+            # It concerns one of the locks, and must not keep the others from being renewed.
+            for one in asked:
+                self._extend_together(backend, [one])
+            return
+        for lease, _ in asked:
+            lease.endanger()
+            warn("Lock %s could not be renewed yet: %s", lease.name, error, of=lease)
+            lease.announce(backend_failed, error=error, waited=None, requests=None)
 
     def _extended(self, lease: Holding, start: float, ttl: float) -> None:
         if not lease.backend.supports_extend:

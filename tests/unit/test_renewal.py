@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, Grant, Request
+from django_distlock.exceptions import Contended
 from django_distlock.ground import clock
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
@@ -152,3 +154,30 @@ def test_a_lease_is_not_due_while_it_is_being_granted(
         pass
 
     assert not due
+
+
+class Moving(Watched):
+    """Cannot extend the lock "moving": another server is about to get its keys."""
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        kept = super().extend(requests)
+        if "moving" in self.batches[-1][1]:
+            raise Contended("default", "its slot is being moved")
+        return kept
+
+
+def test_a_lock_that_cannot_be_renewed_keeps_no_other_from_being_renewed(
+    memory: LocMemBackend, put_forward: PutForward
+) -> None:
+    backend = Moving(BackendSettings("default"))
+    locks.replace("default", backend)
+    with ExitStack() as stack:
+        names = ["a", "moving", "b"]
+        a, moving, b = (stack.enter_context(lock(name, ttl=60)) for name in names)
+        before = a.deadline, b.deadline
+
+        put_forward(30)
+        eventually(lambda: a.deadline > before[0] and b.deadline > before[1])
+
+        assert moving.in_jeopardy
+        assert backend.batches[0][1] == names
