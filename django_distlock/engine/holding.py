@@ -350,7 +350,7 @@ class Holding:
 
     def renewal(self, ttl: float | None = None) -> Request | None:
         """Return the request that extends the lease now, to *ttl*, by default its own; None if max_hold is over."""
-        own = self.request.ttl
+        own = self.request.kept_for
         longest = own if ttl is None else ttl
         if self._holds_until is not None:
             longest = min(longest, self._holds_until - clock.lease_time())

@@ -111,6 +111,11 @@ class Request:
         return self.position or self.owner
 
     @property
+    def kept_for(self) -> float:
+        """For how many seconds the holder keeps the lock without an extension."""
+        return self.ttl
+
+    @property
     def lock_key(self) -> str:
         """The key that the backend's key_of() made from the name: the same for all places."""
         return self.line.removesuffix(limit_key(""))

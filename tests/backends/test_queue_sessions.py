@@ -530,3 +530,12 @@ def test_tokens_rise_across_a_restart_of_all_servers(frail: Side) -> None:
 
     assert tokens == sorted(set(tokens))
     assert len(frail.tools.nodes()) <= 1
+
+
+def test_a_lock_is_free_when_max_hold_is_over_however_long_its_ttl_is(side: Side) -> None:
+    """Though its process lives on, and with it the session."""
+    lease, _ = held("x", ttl=120, max_hold=3 * SESSION)
+    eventually(lambda: lease.lost, 30)
+
+    # Not another max_hold after the last renewal.
+    eventually(partial(stands, rival("x", "elsewhere"), "elsewhere"), SESSION)

@@ -95,12 +95,12 @@ def test_a_node_says_who_holds_what() -> None:
 def test_a_ttl_is_cut_to_the_session_timeout_and_remembered() -> None:
     long, short = request(), request(ttl=5.0)
 
-    assert (long.ttl, long.wished) == (10.0, 30.0)
-    assert (short.ttl, short.wished) == (5.0, 5.0)
+    assert (long.ttl, long.kept_for) == (10.0, 30.0)
+    assert (short.ttl, short.kept_for) == (5.0, 5.0)
     # What an extension and max_hold make of it.
-    assert (replace(long, ttl=60.0).ttl, replace(long, ttl=60.0).wished) == (10.0, 60.0)
-    assert (replace(long, ttl=2.0).ttl, replace(long, ttl=2.0).wished) == (2.0, 2.0)
-    assert replace(long).wished == 30.0
+    assert (replace(long, ttl=60.0).ttl, replace(long, ttl=60.0).kept_for) == (10.0, 60.0)
+    assert (replace(long, ttl=2.0).ttl, replace(long, ttl=2.0).kept_for) == (2.0, 2.0)
+    assert replace(long).kept_for == 30.0
 
 
 # OPTIONS.

@@ -45,10 +45,9 @@ class SessionRequest(Request):
             object.__setattr__(self, "wished", self.ttl)
         object.__setattr__(self, "ttl", min(self.ttl, self.longest))
 
-
-def wished_ttl(request: Request) -> float:
-    """Return for how many seconds the holder keeps the lock without an extension."""
-    return request.wished if isinstance(request, SessionRequest) else request.ttl
+    @property
+    def kept_for(self) -> float:
+        return self.wished
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from django_distlock.engine.values import Busy, Grant, Recent, Release, Request
 from django_distlock.exceptions import LockBackendError, NotSupported
 from django_distlock.ground import clock
 
-from .labels import quoted, wished_ttl
+from .labels import quoted
 from .nodes import First, Node, Sleeper, Standing
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Recipe(Generic[_N]):
                 self.drop(node)
             node = self.nodes[request.owner] = self._server.node(request, folder)
         # Set before the grant, because _drop_ended() drops a granted node with ends 0.
-        node.ends = max(node.ends, clock.lease_time() + wished_ttl(request))
+        node.ends = max(node.ends, clock.lease_time() + request.kept_for)
         return node
 
     def _grant(self, node: _N, start: float | None) -> Grant:
@@ -294,7 +294,7 @@ class Recipe(Generic[_N]):
         for node, request in zip(nodes, requests, strict=True):
             if node in kept:
                 # An extension never shortens a lease.
-                node.ends = max(node.ends, began + wished_ttl(request))
+                node.ends = max(node.ends, began + request.kept_for)
             elif node in held and node.is_ending:
                 kept.add(node)  # deleted by our own release, which returns the result
             elif node in held:
