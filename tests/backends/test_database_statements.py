@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from django_distlock import lock, locks
+from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.values import Busy, Grant
+from django_distlock.exceptions import Contended
 from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
+from django_distlock.signals import lock_acquired
 from tests.backends.conftest import backend, counted_statements
+from tests.contract.crew import listening
 from tests.contract.rivals import Rival
 
 if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
     from tests.fixtures.postgres import PostgreSQL
 
 
@@ -91,3 +99,40 @@ def test_a_server_parses_the_statements_of_a_connection_once(
         *_, count = cursor.fetchone()
 
     assert int(count) == 2
+
+
+def test_a_request_that_arrives_after_its_owner_has_released_the_lock_is_refused(
+    database: str, name: str
+) -> None:
+    """It was sent twice, as its first reply was late."""
+    locked, holder = backend(database), Holder.current()
+    request = locked.request(name, ttl=60, holder=holder)
+    for _ in range(2):
+        assert isinstance(locked.try_acquire(request, queued=False), Grant)
+    locked.release(request)
+
+    with suppress(Contended):
+        assert isinstance(locked.try_acquire(request, queued=False), Busy)
+
+    Rival.of(locked, name).takes()
+
+
+@pytest.mark.server
+def test_who_comes_after_a_dead_waiter_asks_now_and_then(
+    server_database: str, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = {"locks": {"OPTIONS": {"using": server_database, "fair": True}}}
+    fair, asked = locks["locks"], list[int]()
+    dead = fair.request(name, ttl=60, holder=Holder.current())
+    with lock(name, using="locks"):
+        fair.enqueue(dead, ThreadBell())
+        fair.forget_bell(dead)
+
+    def note(requests: int, **_: Any) -> None:
+        asked.append(requests)
+
+    with listening(lock_acquired, note), lock(name, using="locks", timeout=20):
+        pass
+    locks.close()
+
+    assert asked[0] < 500  # in 2.5 seconds, and far more than 1,000 without pauses
