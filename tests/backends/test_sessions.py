@@ -34,7 +34,7 @@ from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
 from django_distlock.signals import lock_acquired
 from tests.backends.conftest import apart, paused
-from tests.contract.crew import start, together
+from tests.contract.crew import start, taken, together
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never, told_in_time
 from tests.fixtures.interruption import TimeLimit
@@ -410,6 +410,24 @@ def test_a_server_that_is_cut_off_is_an_error_within_four_seconds(
     with lately:
         pass
     in_time(ask, 1.0, 4.0)
+
+
+@pytest.mark.parametrize("kind", BOTH[2:], indirect=True)  # PostgreSQL's driver notices earlier
+def test_dead_connections_of_some_locks_end_no_others(
+    proxy: Proxy, kind: tuple[str, str], name: str, settings: Settings
+) -> None:
+    near = settings.DISTLOCK["locks"]
+    quick = {**near, "OPTIONS": {**near["OPTIONS"], "io_timeout": 0.5}}
+    settings.DISTLOCK = {"locks": quick}
+    dead = [taken(f"{name}:{number}", using="locks", ttl=9) for number in range(3)]
+    proxy.swallow()
+    other = taken(f"{name}:other", using="locks", ttl=9)
+    before = other.deadline
+
+    eventually(lambda: all(lease.lost for lease in dead), 30)
+    eventually(lambda: other.deadline > before or other.lost, 30)
+
+    other.release()
 
 
 @pytest.mark.parametrize("kind", BOTH[::2], indirect=True)

@@ -134,7 +134,8 @@ class SessionBackend(BaseDatabaseBackend):
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Send a request on each session, so that the server counts its silence from now."""
-        return [self._keep(request) for request in requests]
+        began = clock.lease_time()
+        return [self._keep(request, began) for request in requests]
 
     def release(self, request: Request) -> Release:
         session = self._holding(request)
@@ -344,8 +345,11 @@ class SessionBackend(BaseDatabaseBackend):
                     raise
                 is_again = True
 
-    def _keep(self, request: Request) -> bool:
-        """Renew the time for which the server keeps the session; return False if the session is over."""
+    def _keep(self, request: Request, began: float) -> bool:
+        """Renew the time for which the server keeps the session; return False if the session is over.
+
+        *began*: when the renewal of the first session began (lease time).
+        """
         session = self._holding(request)
         if session is None:
             return False
@@ -357,9 +361,10 @@ class SessionBackend(BaseDatabaseBackend):
             start = clock.lease_time()
             # An extension never shortens the lease.
             seconds = max(request.ttl, session.ends - start)
-            # Only this session can extend the lock, so a slow server gets more time.
+            # Only this session can extend the lock, so a slow server gets more time, once for all sessions: several
+            # dead connections must not use up the ttl of the locks of those that come after them.
             usually = self.options.io_timeout
-            longest = max(usually, request.ttl / 3)
+            longest = max(usually, request.ttl / 3 - (start - began))
             try:
                 with (
                     self._translated(session),
