@@ -16,7 +16,9 @@ from django.core.cache.backends.memcached import PyMemcacheCache
 from django.core.checks import CheckMessage
 from pymemcache.client.base import PooledClient
 from pymemcache.exceptions import (
+    MemcacheClientError,
     MemcacheError,
+    MemcacheServerError,
     MemcacheUnexpectedCloseError,
     MemcacheUnknownCommandError,
     MemcacheUnknownError,
@@ -54,6 +56,12 @@ KEPT = 4
 #: A connection remembers the numbers of at most 64 values that it stored, each for a second: a proxy may
 #: keep the connection open while the server behind it is restarted.
 MOST_KNOWN, FRESH = 64, 1.0
+#: The errors that the first word of a reply tells.
+_ERRORS = {
+    b"ERROR": MemcacheUnknownCommandError,
+    b"CLIENT_ERROR": MemcacheClientError,
+    b"SERVER_ERROR": MemcacheServerError,
+}
 #: An expiry in the past: the key is deleted before the reply.
 AT_ONCE = -1
 #: A waiter appends this to the value, to show the holder that somebody waits; the value stays valid JSON.
@@ -272,23 +280,28 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
     def add_and_look(self, key: str, value: bytes, seconds: int, owner: str) -> bytes | None:
         """Store *value* unless the key has one, and return the key's value, in one round trip."""
         name, size = key.encode(), len(value)
-        command = b"add %b 0 %d %d\r\n%b\r\ngets %b" % (name, seconds, size, value, name)
-        try:
-            reply: bytes = self.raw_command(command, b"\r\nEND\r\n")
-        except MemcacheUnknownCommandError:
-            # The text of the original error is the command, which contains the owner.
-            raise MemcacheUnknownCommandError("add") from None
-        match reply.split(b"\r\n", 2):
-            case [b"STORED" | b"NOT_STORED"]:
-                return None
-            case [b"STORED" | b"NOT_STORED", line, found]:
-                if found == value:
-                    if len(self._known) >= MOST_KNOWN:
-                        self._known.clear()
-                    *_, number = line.split()  # VALUE, key, flags, size, number
-                    self._known[owner] = number, clock.lease_time()
-                return found
+        command = b"add %b 0 %d %d\r\n%b\r\ngets %b\r\n" % (name, seconds, size, value, name)
+        self.sock.sendall(command)
+        # Not by raw_command(), which loses a reply that comes in several pieces.
+        with self.sock.makefile("rb") as reply:
+            word, _, text = reply.readline().rstrip().partition(b" ")
+            if word in _ERRORS:
+                raise _ERRORS[word](text or "add")
+            match [word, *reply.readline().split()]:
+                case [b"STORED" | b"NOT_STORED", b"END"]:
+                    return None
+                case [b"STORED" | b"NOT_STORED", b"VALUE", _, _, length, number]:
+                    found: bytes = reply.read(int(length))
+                    if reply.read(7) == b"\r\nEND\r\n":
+                        self._note(owner, number, is_ours=found == value)
+                        return found
         raise ValueError("it did not answer to 'add'")
+
+    def _note(self, owner: str, number: bytes, *, is_ours: bool) -> None:
+        if is_ours:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[owner] = number, clock.lease_time()
 
     def delete_known(self, key: str, owner: str) -> bool:
         """Delete the value that *owner* has just added on this connection; False if the value has changed or is gone."""

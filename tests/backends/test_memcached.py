@@ -461,6 +461,20 @@ def test_a_lost_reply_of_an_acquire_is_settled(proxy: Proxy, name: str) -> None:
     assert rival(name).tries()
 
 
+def test_replies_may_come_byte_by_byte(
+    proxy: Proxy, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fixtures.proxy.CHUNK", 1)
+    other = rival(name)
+
+    with lock(name, using="locks") as lease:
+        lease.extend()
+        assert not other.tries()
+        assert other.refused.holder == lease.holder
+
+    assert other.tries()
+
+
 @pytest.mark.parametrize("timeout", [0, 10])
 def test_connections_that_a_router_swallows_are_replaced_unseen(
     proxy: Proxy, name: str, timeout: float
