@@ -269,6 +269,15 @@ class Alarm:
         self._job()
 
 
+def _carry_out(future: Future[_T], verb: Callable[[], _T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(verb())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            future.set_exception(error)
+            del future, verb  # the frames of the error have them, and the future has the error
+
+
 class VerbThreads:
     """The threads in which the verbs of one backend run for asyncio: some for tries, others for releases.
 
@@ -302,7 +311,7 @@ class VerbThreads:
     async def _run(
         self, name: str, request: Request, verb: Callable[[], _T], left: float | None
     ) -> _T:
-        future = self._pools[name].submit(verb)
+        future = self._submit(name, verb)
         self._tries[request.owner] = future
         future.add_done_callback(lambda _: self._tries.pop(request.owner, None))
         awaited = asyncio.wrap_future(future)
@@ -320,7 +329,18 @@ class VerbThreads:
         return await awaited
 
     async def run_release(self, verb: Callable[[], _T]) -> _T:
-        return await asyncio.wrap_future(self._pools["release"].submit(verb))
+        return await asyncio.wrap_future(self._submit("release", verb))
+
+    def _submit(self, name: str, verb: Callable[[], _T]) -> Future[_T]:
+        """Run *verb* in a thread of the pool *name*; NotSent if none can be started."""
+        future = Future[_T]()
+        try:
+            self._pools[name].submit(_carry_out, future, verb)
+        except RuntimeError as error:
+            # The pool has queued it all the same, and another thread of the pool may have begun it.
+            if future.cancel():
+                raise NotSent(self._alias, f"the request was not sent: {error}") from error
+        return future
 
     def after(self, request: Request, job: Callable[[], None]) -> None:
         """Run *job* when no try of *request* is running: a cancelled task leaves its thread running."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from django_distlock import locks
 from django_distlock.engine import background as module
-from django_distlock.engine.background import WORKERS, Background
+from django_distlock.engine.background import WORKERS, Background, VerbThreads
+from django_distlock.exceptions import NotSent
 from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually, never
 
 
@@ -197,3 +202,26 @@ def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Backgrou
 
     assert 0.05 < clock.lease_time() - began < 7
     assert not background._lanes
+
+
+async def test_what_no_thread_can_be_started_for_is_not_carried_out_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, done = VerbThreads("default"), list[str]()
+    held, request = threading.Event(), locks["default"].request("a", ttl=1, holder=Holder.current())
+    busy = asyncio.ensure_future(threads.run_try(request, held.wait))
+    await asyncio.sleep(0)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(NotSent, match="can't start new thread"):
+            await threads.run_try(replace(request, owner="b"), lambda: done.append("b"))
+    held.set()
+
+    assert await busy
+    await threads.run_try(replace(request, owner="c"), lambda: done.append("c"))
+    assert done == ["c"]
+    threads.close()
