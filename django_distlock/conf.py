@@ -162,13 +162,13 @@ def must(fact: object, msg: str) -> None:
 
 
 def check_values(options: Any) -> None:
-    """Check the bool, float and str fields of *options*; TypeError or ValueError for a wrong value."""
+    """Check the bool, float and str fields of *options*, and make times seconds; TypeError or ValueError for a wrong value."""
     for option in fields(options):
         value, kind = getattr(options, option.name), str(option.type)
         if kind == "bool":
             flag(value, f"{option.name!r}")
         if kind == "float" or (kind == "float | None" and value is not None):
-            seconds(value, f"{option.name!r}")
+            object.__setattr__(options, option.name, seconds(value, f"{option.name!r}"))
         if kind == "str | None" and value is not None:
             _of_type(repr(option.name), value, str, shown=option.repr)
 

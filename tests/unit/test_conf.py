@@ -11,7 +11,7 @@ from datetime import timedelta
 from decimal import Decimal
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from django.core.checks import CheckMessage, Error, run_checks
@@ -279,6 +279,14 @@ class Options:
 )
 def test_options_of_the_right_kinds_are_taken(values: dict[str, Any]) -> None:
     check_values(Options(**values))
+
+
+def test_an_option_that_is_a_time_may_be_a_timedelta() -> None:
+    options = Options(seconds=cast("float", timedelta(minutes=1)), longest=2)
+
+    check_values(options)
+
+    assert (options.seconds, options.longest) == (60.0, 2.0)
 
 
 @pytest.mark.parametrize(
