@@ -368,12 +368,17 @@ def test_a_value_that_is_no_record_of_a_lock_is_not_ours(
             assert late.leaves() is Release.TAKEN
 
 
+@pytest.fixture
+def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no reply be late: more requests would follow it."""
+    for limit in ("LATE", "FRESH"):
+        monkeypatch.setattr(f"django_distlock.backends.memcached.{limit}", 10.0)
+
+
+@pytest.mark.usefixtures("never_late")
 def test_an_uncontended_holding_takes_three_requests_on_one_connection(
-    server: Memcached, settings: Settings, name: str, monkeypatch: pytest.MonkeyPatch
+    server: Memcached, settings: Settings, name: str
 ) -> None:
-    # More requests follow a late reply, which this test is not about.
-    monkeypatch.setattr("django_distlock.backends.memcached.LATE", 10.0)
-    monkeypatch.setattr("django_distlock.backends.memcached.FRESH", 10.0)
     configure(settings, server.alias(), **PATIENT)
     with lock(name, using="locks"):
         pass
@@ -406,6 +411,7 @@ def asked(using: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return asked
 
 
+@pytest.mark.usefixtures("never_late")
 @pytest.mark.parametrize("why", ["late", "by another connection"])
 def test_who_cannot_know_the_number_looks_first(
     using: str, name: str, asked: list[object], monkeypatch: pytest.MonkeyPatch, why: str
