@@ -163,6 +163,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         except BaseException:
             if lease is not None:
                 free(lease)
+            elif text:
+                free_text(text)  # the caller's lease, by handover()
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from .once import (
     Postmark,
     checked_lease,
     free,
+    free_text,
     is_decorated,
     packed,
     refuse_event_loop,
@@ -149,7 +150,8 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         name = once.name_for(args, kwargs)
         lock = once.terms(self.module_path, timeout=0, reentrant=False).lock(name)
         if handed is not None:
-            return _send(self, packed(handed, name), args, kwargs)
+            carried = packed(handed, name)
+            return _send_or_free(self, partial(free_text, handed), carried, args, kwargs)
         task, first = self._debounced() if once.debounce else (self, None)
         lease = result = None
         try:
@@ -222,16 +224,20 @@ def _send(
 
 
 def _send_or_free(
-    task: UniqueTask, lease: Lease, carried: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    task: UniqueTask,
+    free_lease: Callable[[], object],
+    carried: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> TaskResult[..., Any]:
-    """Send *task* with *carried*; if the sending fails or is rolled back, release *lease*."""
+    """Send *task* with *carried*; if the sending fails or is rolled back, call *free_lease*."""
     try:
         result = _send(task, carried, args, kwargs)
     except BaseException:
-        free(lease)
+        free_lease()
         raise
     # A queue in the database drops the message at a rollback, too.
-    call_at_rollback(partial(free, lease))
+    call_at_rollback(free_lease)
     return result
 
 
@@ -300,7 +306,7 @@ class _Message:
             task = _later(self.task, wait)
             carried = _handed_over(task, held, self.first)
             args = self.args[task.takes_context :]
-            _send_or_free(task, held, carried, args, self.kwargs)
+            _send_or_free(task, partial(free, held), carried, args, self.kwargs)
         return wait > 0
 
 

@@ -155,10 +155,14 @@ def test_a_lock_that_no_such_task_holds_is_no_silence(diary: Diary) -> None:
     assert caught.value.holder.pid == os.getpid()
 
 
+@pytest.mark.parametrize("is_handed", [False, True])
 @pytest.mark.parametrize("down", [[], ["abandon", "take_over"]], ids=["", "its server is down too"])
 def test_a_task_that_could_not_be_sent_is_free(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary, down: list[str]
+    monkeypatch: pytest.MonkeyPatch, diary: Diary, down: list[str], is_handed: bool
 ) -> None:
+    options: dict[str, Any] = {}
+    if is_handed:
+        options["headers"] = handover(taken(f"once:{diary.page}", using="redis"), 60)
     with monkeypatch.context() as patch:
 
         def fail(*_: Any, **__: Any) -> None:
@@ -168,7 +172,7 @@ def test_a_task_that_could_not_be_sent_is_free(
 
         patch.setattr(app, "send_task", fail)
         with pytest.raises(OperationalError):
-            send_to("nobody-works-here", "once_within_a_minute", diary)
+            send_to("nobody-works-here", "once_within_a_minute", diary, **options)
         assert down or is_free(diary)
 
     eventually(lambda: is_free(diary), 10)

@@ -455,6 +455,8 @@ async def test_a_task_that_could_not_be_sent_is_free() -> None:
         broken.enqueue(7)
     with pytest.raises(OSError, match="the queue is gone"):
         await broken.aenqueue(8)
+    with pytest.raises(OSError, match="the queue is gone"):
+        broken.enqueue(9, distlock=handed_over("once:9"))
 
     assert locks["default"].held() == []
 
@@ -529,10 +531,13 @@ def test_the_lease_of_another_lock_is_refused_and_freed(task: Any) -> None:
 
 def test_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
     task = once.using(backend="queue")
+    handed = handed_over("once:6")
     with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - it is ours
         task.enqueue(7)
+        task.enqueue(6, distlock=handed)
         raise OSError
     assert not lock("once:7").locked()
+    assert not lock("once:6").locked()
     with transaction.atomic():
         task.enqueue(8)
 
