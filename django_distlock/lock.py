@@ -377,7 +377,7 @@ class Lock:
         await lease.arelease()
 
     def locked(self) -> bool:
-        """Return True if somebody holds the lock now; with a limit, if all places are held.
+        """Return True if somebody holds the lock now, or min_hold reserves it; with a limit, if all places are taken.
 
         This can change at any moment.
         """

@@ -101,14 +101,14 @@ def held_elsewhere(
 
 
 def assert_held(name: str, using: str = DEFAULT_ALIAS) -> None:
-    """Raise AssertionError unless somebody holds the lock *name*, or one of its places."""
+    """Raise AssertionError unless somebody holds the lock *name*, or one of its places, or min_hold reserves it."""
     if not lock(name, using=using).locked() and _listed(name) not in _held(using):
         msg = f"Nobody holds lock {name!r}. Held: {', '.join(_held(using)) or 'none'}."
         raise AssertionError(msg)
 
 
 def assert_not_held(name: str | None = None, using: str = DEFAULT_ALIAS) -> None:
-    """Raise AssertionError if somebody holds the lock *name*, or any lock of the alias."""
+    """Raise AssertionError if somebody holds the lock *name*, or any lock of the alias, or min_hold reserves it."""
     found = _held(using)
     if name is not None:
         is_held = lock(name, using=using).locked() or _listed(name) in found
