@@ -24,6 +24,7 @@ from django_distlock.engine.deadlocks import HeldBy, LockId, Waiter, wait_graph
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
     InvalidLockBackend,
+    LockBackendError,
     LockDeadlock,
     LockError,
     LockNotAcquired,
@@ -180,6 +181,12 @@ class Taker(ABC):
                 return self.lock(cursor)
         except OperationalError as error:
             if self.dialect.is_wait_over(error):
+                if self.connection.needs_rollback:
+                    problem = (
+                        "the lock is busy, and the server has rolled back the whole transaction "
+                        "(innodb_rollback_on_timeout): let this error end the block"
+                    )
+                    raise LockBackendError(self.connection.alias, problem) from error
                 raise LockNotAcquired(self.name, self.wait.waited) from error
             if self.dialect.is_contention(error):
                 reason = "the server found a circle of transactions that wait for each other"
@@ -222,6 +229,9 @@ class OnPostgreSQL(Taker):
 class OnMySQL(Taker):
     """A call on MariaDB or MySQL, where a locking read takes no snapshot: only earlier statements matter."""
 
+    #: Whether the server rolls back the transaction of a statement that has waited too long.
+    _ends_by_timeout = 0
+
     def prepare(self) -> None:
         """Make the row, too: FOR UPDATE of a missing row would lock the gap, so that our other connection cannot make it."""
         is_mariadb = self.connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
@@ -229,8 +239,8 @@ class OnMySQL(Taker):
             # MySQL does not show whether the transaction has begun.
             has_begun = "@@in_transaction" if is_mariadb else "1"
             isolation = "@@tx_isolation" if is_mariadb else "@@transaction_isolation"
-            cursor.execute(f"SELECT {isolation}, {has_begun}")
-            level, begun = cursor.fetchone()
+            cursor.execute(f"SELECT {isolation}, {has_begun}, @@innodb_rollback_on_timeout")
+            level, begun, self._ends_by_timeout = cursor.fetchone()
         if level in SNAPSHOT and begun:
             self.refuse_isolation(
                 "needs READ COMMITTED, or must be the first statement of the outermost atomic block"
@@ -238,19 +248,21 @@ class OnMySQL(Taker):
         self.backend.make_row(self.key, self.name)
 
     def lock(self, cursor: CursorWrapper) -> bool:
-        """Wait whole seconds on the server, and the rest by trying again."""
+        """Wait whole seconds on the server, and the rest by trying again, unless a refusal ends the transaction."""
         whole = mysql.LONGEST if self.wait.left is None else min(mysql.LONGEST, int(self.wait.left))
         if whole:
             try:
                 return self._wait(cursor, whole)
             except OperationalError as error:
-                if self.wait.left is None or not self.dialect.is_wait_over(error):
+                is_last = self._ends_by_timeout or self.wait.left is None
+                if is_last or not self.dialect.is_wait_over(error):
                     raise
         while True:
             try:
                 return self._select(cursor, "NOWAIT")
             except OperationalError as error:
-                if self.wait.is_over or not self.dialect.is_wait_over(error):
+                is_last = self._ends_by_timeout or self.wait.is_over
+                if is_last or not self.dialect.is_wait_over(error):
                     raise
             time.sleep(self.wait.next_pause(longest=SHORT_PAUSE))
 

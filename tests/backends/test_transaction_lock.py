@@ -16,6 +16,7 @@ from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 
 from django_distlock import (
+    LockBackendError,
     LockDeadlock,
     LockError,
     LockNotAcquired,
@@ -23,12 +24,14 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends.rowlock import OnMySQL
+from django_distlock.backends.rowlock import OnMySQL, _backends
 from django_distlock.engine.waiting import Wait
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
+from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time
 from tests.fixtures.interruption import TimeLimit, interrupted_by_signals, stop_at_call_of
+from tests.fixtures.mariadb import MariaDB
 
 from .session_tools import aliases, ask
 
@@ -544,3 +547,35 @@ def test_in_a_snapshot_that_begins_with_it_mariadb_loses_no_update(
         raise_balance(database)
 
     assert lost_updates(database, update) == 0
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("timeout", [0, 0.4, 1.3])
+def test_a_refusal_that_has_ended_the_transaction_is_an_error_that_says_so(
+    strict: str, timeout: float, name: str
+) -> None:
+    """With innodb_rollback_on_timeout, what the block has written is lost."""
+
+    def work() -> None:
+        with transaction.atomic(using=strict):
+            with pytest.raises(LockBackendError, match="innodb_rollback_on_timeout"):
+                transaction_lock(name, using=strict, timeout=timeout)
+
+    with transaction.atomic(using=strict):
+        transaction_lock(name, using=strict)
+        apart(strict, work)
+
+
+@pytest.fixture(scope="module")
+def strict(mariadb: object) -> Iterator[str]:
+    """A server that rolls back the transaction of a statement which has waited for too long."""
+    with MariaDB(settings={"innodb-rollback-on-timeout": "ON"}) as server:
+        connections.settings["strict"] = {
+            **connections.settings["mariadb"],
+            "PORT": str(server.port),
+        }
+        migrate("strict")
+        yield "strict"
+        connections["strict"].close()
+        _backends.pop("strict").close()
+        del connections["strict"], connections.settings["strict"]
