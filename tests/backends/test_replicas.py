@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import LockBackendError, lock, transaction_lock
+from django_distlock import LockBackendError, lock, locks, transaction_lock
 from django_distlock.checks import check_servers
+from tests.contract.crew import taken
+from tests.fixtures.databases import migrate
+from tests.fixtures.eventually import eventually
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 
@@ -52,6 +55,18 @@ def replica(request: pytest.FixtureRequest) -> Iterator[str]:
         del connections[alias], connections.settings[alias]
 
 
+@pytest.fixture(scope="module")
+def former(mariadb: MariaDB) -> Iterator[tuple[MariaDB, str]]:
+    """A primary that becomes a replica, and its alias."""
+    with MariaDB() as made:
+        connections.settings["former"] = {**connections.settings["mariadb"], "PORT": str(made.port)}
+        migrate("former")
+        yield made, "former"
+        locks.close()
+        connections["former"].close()
+        del connections["former"], connections.settings["former"]
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("rowlock", {}), ("advisory", {}), ("advisory", {"fencing": False})],
@@ -80,3 +95,24 @@ def test_a_lock_in_a_transaction_on_a_replica_is_refused(replica: str, name: str
         pytest.raises(LockBackendError, match=r"read-only"),
     ):
         transaction_lock(name, using=replica)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("rowlock", {}), ("advisory", {}), ("advisory", {"fencing": False})],
+    ids=str,
+)
+def test_a_holder_on_a_primary_that_becomes_a_replica_is_told(
+    kind: str, options: dict[str, Any], former: tuple[MariaDB, str], settings: Settings, name: str
+) -> None:
+    """Its connection stays open, and the new primary grants the same lock."""
+    server, alias = former
+    settings.DISTLOCK = aliases(alias, kind, **options)
+    with server.admin() as admin, admin.cursor() as cursor:
+        cursor.execute("SET GLOBAL read_only = 0")
+        lease = taken(name, using="locks", ttl=3)
+        cursor.execute("SET GLOBAL read_only = 1")
+
+    eventually(lambda: lease.lost, 20)
+    with pytest.raises(LockBackendError, match="read-only"):
+        lock(name, using="locks", timeout=5).acquire()

@@ -114,10 +114,14 @@ class MySQLSessions(SessionServer):
         connection.distlock_number = connection.connection.thread_id()
 
     def keep(self, session: DatabaseSession, seconds: float) -> None:
+        connection = session.connection
+        if connection.distlock_limit is not None:
+            # A primary that has become a replica keeps its connections, while the new primary grants the same locks.
+            must_know_all_locks(connection.alias, dict(session.execute(MODES).fetchall()))
         wanted = min(LONGEST, math.ceil(seconds))
         more = f", idle_transaction_timeout = {wanted}" if self.is_mariadb else ""
         session.execute(f"SET SESSION wait_timeout = {wanted}{more}")
-        session.connection.distlock_limit = seconds
+        connection.distlock_limit = seconds
 
     def take(self, session: DatabaseSession, patience: float) -> Grant | Busy | None:
         if session.connection.distlock_limit != session.request.ttl:
