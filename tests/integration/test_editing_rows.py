@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from django.apps import apps
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
+from django.core.exceptions import ImproperlyConfigured
 from django.core.files.base import ContentFile
 from django.db import connections, models
 from django.forms import ModelForm, modelform_factory
@@ -84,14 +85,24 @@ class ByPartial(admin.ModelAdmin):  # type: ignore[type-arg]
     """Gives its form the request by a callable that is no class."""
 
     form = RequestForm
-    fields = ("name", "balance")
 
     def get_form(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         form: Any = super().get_form(request, *args, **kwargs)
-        return partial(form, request=request)
+        made = partial(form, request=request)
+        vars(made)["base_fields"] = form.base_fields  # for the admin's fieldsets
+        return made
 
 
-class WithoutSuper(admin.ModelAdmin):  # type: ignore[type-arg]
+class Narrowed(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Changes the fields of its form for each request."""
+
+    def get_form(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, *args, **kwargs)
+        form.base_fields["name"].disabled = True
+        return form
+
+
+class WithoutSuper(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     """Has one form, which is not made for each request."""
 
     def get_form(self, *_: Any, **__: Any) -> Any:
@@ -135,28 +146,48 @@ def test_an_admin_with_a_get_form_of_its_own_is_edited(boss: Client) -> None:
     assert user.first_name == "Grace"
 
 
+@pytest.fixture
+def register(settings: Any) -> Callable[[type], None]:
+    """Registers accounts with an admin."""
+
+    def register(kind: type) -> None:
+        site = admin.AdminSite()
+        site.register(Account, kind)
+        settings.ROOT_URLCONF = (path("admin/", site.urls),)
+
+    return register
+
+
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("kind", [InAnotherClass, ByPartial, WithoutSuper])
-def test_the_form_of_any_get_form_is_compared(
-    kind: Any, is_first: bool, account: Account, boss: Client, settings: Any
+@pytest.mark.parametrize("kind", [InAnotherClass, ByPartial, Narrowed])
+def test_the_form_of_another_get_form_is_compared_and_kept_as_it_is(
+    kind: Any, is_first: bool, account: Account, boss: Client, register: Callable[[type], None]
 ) -> None:
-    site = admin.AdminSite()
-    bases = (
-        (kind, EditLockMixin, admin.ModelAdmin)
-        if is_first
-        else (EditLockMixin, kind, admin.ModelAdmin)
-    )
-    site.register(Account, type("Admin", bases, {}))
-    settings.ROOT_URLCONF = (path("admin/", site.urls),)
+    bases = (kind, EditLockMixin) if is_first else (EditLockMixin, kind)
+    register(type("Admin", (*bases, admin.ModelAdmin), {}))
     opened = fields_of(boss.get(page_of(account)))
     Account.objects.filter(pk=account.pk).update(balance=50)
 
-    page = boss.post(page_of(account), {**opened, "balance": "70"})
+    page = boss.post(page_of(account), {**opened, "name": "Lovelace", "balance": "70"})
 
     assert [part.label for part in page.context["distlock_edit"].changes] == ["Balance"]
     assert boss.post(page_of(account), fields_of(page)).status_code == 302
     account.refresh_from_db()
     assert account.balance == 70
+    assert (account.name == "Lovelace") == (kind is not Narrowed)
+
+
+def test_a_form_that_is_not_compared_is_not_saved(
+    account: Account, boss: Client, register: Callable[[type], None]
+) -> None:
+    register(WithoutSuper)
+    opened = fields_of(boss.get(page_of(account)))
+
+    with pytest.raises(ImproperlyConfigured, match=r"WithoutSuper\.get_form\(\) must return"):
+        boss.post(page_of(account), {**opened, "balance": "70"})
+
+    account.refresh_from_db()
+    assert account.balance == 100
 
 
 @pytest.mark.parametrize("site", ["postgres"], indirect=True)

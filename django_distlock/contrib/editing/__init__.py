@@ -196,6 +196,8 @@ class EditLock:
     is_read_only: bool = False
     #: Whether the user has lost the right to what the page asks for.
     is_refused: bool = False
+    #: Whether problems() has compared the form.
+    is_compared: bool = False
     #: Whether the page has the tag.
     is_shown: bool = False
     #: Whether the values that the form was opened with are unknown, so that every field counts as changed.
@@ -278,6 +280,7 @@ class EditLock:
 
         The *form* has its object as it is now, without the input. *more*: other parts of the object.
         """
+        self.is_compared = True
         problems = [_("Not saved. %s") % self.editor.sentence] if self.editor else []
         parts = [*parts_of(form), *more]
         texts = {part.key: part.text for part in parts}
@@ -367,7 +370,7 @@ class EditLock:
             if editor is not None and self._is_moved(request, editor.nonce):
                 return
         held = Held(busy.name, request.key, busy.holder, busy.remaining, None, "")
-        [self.editor] = editors(self.request, [held])
+        self.editor = _editor(held, user_key(self.request))
 
     def look(self) -> Editor | None:
         """Return the editor of the object, even if it is this page; None if nobody edits it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import NestedObjects, unquote
 from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - as Django's
+from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
 from django.forms import FileField
 from django.urls import path, reverse
@@ -58,11 +59,6 @@ class EditLockMixin(_Admin):
     edit_lock_using: str = DEFAULT_ALIAS
     #: Seconds that an object stays locked after the browser of its editor has vanished.
     edit_lock_ttl: float | timedelta = TTL
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # Around every get_form(), also one that does not call super(): no form is saved without being compared.
-        self.get_form = partial(self._get_checked_form, self.get_form)  # type: ignore[method-assign]
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         """Return whether the user may take *obj* over from another editor."""
@@ -115,10 +111,8 @@ class EditLockMixin(_Admin):
         # A replica may have older values.
         return rows.using(edit.ticket.database) if (edit := _saved(request)) else rows
 
-    def _get_checked_form(
-        self, get_form: Callable[..., Any], request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> Any:
-        form, edit = get_form(request, *args, **kwargs), _saved(request)
+    def get_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        form, edit = super().get_form(request, *args, **kwargs), _saved(request)
         if edit is None or "_saveasnew" in request.POST:
             return form
 
@@ -128,6 +122,13 @@ class EditLockMixin(_Admin):
                 yield kind(**{**terms, "data": None, "files": None})
 
         return _checked(form, lambda form: edit.problems(form, _parts_of(inlines(form.instance))))
+
+    def save_form(self, request: HttpRequest, form: Any, change: bool) -> Any:
+        edit = _saved(request)
+        if change and edit is not None and not edit.is_compared:
+            msg = f"{type(self).__name__}.get_form() must return the form of super().get_form(), which edit locks compare."
+            raise ImproperlyConfigured(msg)
+        return super().save_form(request, form, change)
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
@@ -289,27 +290,35 @@ class EditLockMixin(_Admin):
 def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
     """Return a subclass of *form*, or a function if it is no class; clean() of what it makes also adds these *problems*."""
 
-    def checked(made: Any) -> Any:
-        own = made.clean
-
-        def clean() -> Any:
-            # First, because the form's own clean() may raise an error.
-            for problem in problems(made):
-                made.add_error(None, problem)
-            return own()
-
-        made.clean = clean
-        return made
-
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if form.__new__ is object.__new__:
-            return checked(object.__new__(cls))
+            return _with_problems(object.__new__(cls), problems)
         # It may make a form of another class, such as one that is given the request.
-        return checked(form.__new__(cls, *args, **kwargs))
+        return _with_problems(form.__new__(cls, *args, **kwargs), problems)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return _with_problems(form(*args, **kwargs), problems)
 
     if not isinstance(form, type):
-        return lambda *args, **kwargs: checked(form(*args, **kwargs))
-    return type(form.__name__, (form,), {"__new__": new})
+        return update_wrapper(make, form)
+    made = type(form.__name__, (form,), {"__new__": new})
+    # The metaclass has made new ones, without what a get_form() has changed in them.
+    for name in {"base_fields", "declared_fields", "_meta"} & {*dir(form)}:
+        setattr(made, name, getattr(form, name))
+    return made
+
+
+def _with_problems(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
+    own = form.clean
+
+    def clean() -> Any:
+        # First, because the form's own clean() may raise an error.
+        for problem in problems(form):
+            form.add_error(None, problem)
+        return own()
+
+    form.clean = clean
+    return form
 
 
 def _is_stale(form: Any, name: str) -> bool:
