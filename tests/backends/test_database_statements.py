@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from django_distlock import lock, locks
 from django_distlock.engine.bells import ThreadBell
-from django_distlock.engine.values import Busy, Grant
-from django_distlock.exceptions import Contended
 from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from django_distlock.signals import lock_acquired
@@ -101,27 +98,10 @@ def test_a_server_parses_the_statements_of_a_connection_once(
     assert int(count) == 2
 
 
-def test_a_request_that_arrives_after_its_owner_has_released_the_lock_is_refused(
-    database: str, name: str
-) -> None:
-    """It was sent twice, as its first reply was late."""
-    locked, holder = backend(database), Holder.current()
-    request = locked.request(name, ttl=60, holder=holder)
-    for _ in range(2):
-        assert isinstance(locked.try_acquire(request, queued=False), Grant)
-    locked.release(request)
-
-    with suppress(Contended):
-        assert isinstance(locked.try_acquire(request, queued=False), Busy)
-
-    Rival.of(locked, name).takes()
-
-
-@pytest.mark.server
 def test_who_comes_after_a_dead_waiter_asks_now_and_then(
-    server_database: str, settings: Settings, name: str
+    database: str, settings: Settings, name: str
 ) -> None:
-    settings.DISTLOCK = {"locks": {"OPTIONS": {"using": server_database, "fair": True}}}
+    settings.DISTLOCK = {"locks": {"OPTIONS": {"using": database, "fair": True}}}
     fair, asked = locks["locks"], list[int]()
     dead = fair.request(name, ttl=60, holder=Holder.current())
     with lock(name, using="locks"):

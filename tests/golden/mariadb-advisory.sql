@@ -47,6 +47,7 @@ SELECT IS_USED_LOCK(%s);
 SELECT holder FROM django_distlock_fencingcounter WHERE method_name = %(key)s;
 
 -- extend
+SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only', 'group_replication_single_primary_mode');
 SET SESSION wait_timeout = 60, idle_transaction_timeout = 60;
 
 -- list

@@ -9,7 +9,7 @@ SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION';
 SET SESSION innodb_lock_wait_timeout = %s;
 PREPARE distlock_0 FROM %s;
-EXECUTE distlock_0 USING %s, %s, %s, %s, %s, %s, %s, %s;
+EXECUTE distlock_0 USING %s, %s, %s, %s, %s, %s, %s;
 SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6, TRUE
 FROM django_distlock_methodlock AS l JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = %(key)s;
 INSERT IGNORE INTO django_distlock_methodlock (method_name, description, fencing_token, available_at, updated_at)
@@ -21,10 +21,10 @@ PREPARE distlock_1 FROM %s;
 EXECUTE distlock_1 USING %s, %s, %s, %s;
 
 -- acquire
-EXECUTE distlock_0 USING %s, %s, %s, %s, %s, %s, %s, %s;
+EXECUTE distlock_0 USING %s, %s, %s, %s, %s, %s, %s;
 
 -- acquire, refused
-EXECUTE distlock_0 USING %s, %s, %s, %s, %s, %s, %s, %s;
+EXECUTE distlock_0 USING %s, %s, %s, %s, %s, %s, %s;
 SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6, TRUE
 FROM django_distlock_methodlock AS l JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = %(key)s;
 

@@ -54,6 +54,7 @@ SELECT 1 FROM django_distlock_methodlock WHERE method_name = %(key)s FOR UPDATE 
 SELECT holder FROM django_distlock_fencingcounter WHERE method_name = %(key)s;
 
 -- extend
+SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only', 'group_replication_single_primary_mode');
 SET SESSION wait_timeout = 60, idle_transaction_timeout = 60;
 
 -- list

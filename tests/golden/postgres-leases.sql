@@ -5,7 +5,7 @@ SELECT set_config('default_transaction_isolation', 'read committed', false),
     THEN 'on' ELSE current_setting('synchronous_commit') END, false);
 SET plan_cache_mode = force_generic_plan;
 WITH seen AS (
-    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AND last_owner IS DISTINCT FROM %(owner)s AS free, CASE WHEN expires_at > clock_timestamp() THEN holder END AS holder,
+    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, CASE WHEN expires_at > clock_timestamp() THEN holder END AS holder,
            extract(epoch FROM available_at - clock_timestamp())::float8 AS remaining
     FROM django_distlock_methodlock WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
@@ -34,7 +34,7 @@ WITH seen AS (
         acquired_at = CASE WHEN l.owner = %(owner)s THEN l.acquired_at ELSE clock_timestamp() END,
         expires_at = clock_timestamp() + make_interval(secs => %(ttl)s),
         available_at = clock_timestamp() + make_interval(secs => %(taken_for)s), updated_at = clock_timestamp()
-    WHERE l.owner = %(owner)s OR (l.available_at <= clock_timestamp() AND l.last_owner IS DISTINCT FROM %(owner)s)
+    WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()
     RETURNING fencing_token, holder
 ), counted AS (
     INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder)
@@ -56,7 +56,7 @@ WHERE method_name = %(line)s AND expires_at > clock_timestamp() AND channel <> '
 
 -- acquire
 WITH seen AS (
-    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AND last_owner IS DISTINCT FROM %(owner)s AS free, CASE WHEN expires_at > clock_timestamp() THEN holder END AS holder,
+    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, CASE WHEN expires_at > clock_timestamp() THEN holder END AS holder,
            extract(epoch FROM available_at - clock_timestamp())::float8 AS remaining
     FROM django_distlock_methodlock WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
@@ -85,7 +85,7 @@ WITH seen AS (
         acquired_at = CASE WHEN l.owner = %(owner)s THEN l.acquired_at ELSE clock_timestamp() END,
         expires_at = clock_timestamp() + make_interval(secs => %(ttl)s),
         available_at = clock_timestamp() + make_interval(secs => %(taken_for)s), updated_at = clock_timestamp()
-    WHERE l.owner = %(owner)s OR (l.available_at <= clock_timestamp() AND l.last_owner IS DISTINCT FROM %(owner)s)
+    WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()
     RETURNING fencing_token, holder
 ), counted AS (
     INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder)
@@ -98,7 +98,7 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
 
 -- acquire, refused
 WITH seen AS (
-    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AND last_owner IS DISTINCT FROM %(owner)s AS free, CASE WHEN expires_at > clock_timestamp() THEN holder END AS holder,
+    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, CASE WHEN expires_at > clock_timestamp() THEN holder END AS holder,
            extract(epoch FROM available_at - clock_timestamp())::float8 AS remaining
     FROM django_distlock_methodlock WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
@@ -127,7 +127,7 @@ WITH seen AS (
         acquired_at = CASE WHEN l.owner = %(owner)s THEN l.acquired_at ELSE clock_timestamp() END,
         expires_at = clock_timestamp() + make_interval(secs => %(ttl)s),
         available_at = clock_timestamp() + make_interval(secs => %(taken_for)s), updated_at = clock_timestamp()
-    WHERE l.owner = %(owner)s OR (l.available_at <= clock_timestamp() AND l.last_owner IS DISTINCT FROM %(owner)s)
+    WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()
     RETURNING fencing_token, holder
 ), counted AS (
     INSERT INTO django_distlock_fencingcounter AS c (method_name, value, holder)

@@ -10,7 +10,7 @@ ON CONFLICT (method_name) DO UPDATE SET
     fencing_token = CASE WHEN owner = :owner THEN fencing_token
                     ELSE max(fencing_token + 1, excluded.fencing_token) END,
     owner = excluded.owner
-WHERE owner = :owner OR (available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND last_owner IS NOT :owner)
+WHERE owner = :owner OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
 RETURNING fencing_token;
 
 -- release
@@ -31,7 +31,7 @@ ON CONFLICT (method_name) DO UPDATE SET
     fencing_token = CASE WHEN owner = :owner THEN fencing_token
                     ELSE max(fencing_token + 1, excluded.fencing_token) END,
     owner = excluded.owner
-WHERE owner = :owner OR (available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND last_owner IS NOT :owner)
+WHERE owner = :owner OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
 RETURNING fencing_token;
 
 -- acquire, refused
@@ -46,7 +46,7 @@ ON CONFLICT (method_name) DO UPDATE SET
     fencing_token = CASE WHEN owner = :owner THEN fencing_token
                     ELSE max(fencing_token + 1, excluded.fencing_token) END,
     owner = excluded.owner
-WHERE owner = :owner OR (available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND last_owner IS NOT :owner)
+WHERE owner = :owner OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
 RETURNING fencing_token;
 SELECT CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f', 'now') THEN holder END, (julianday(available_at) - julianday('now')) * 86400.0 FROM django_distlock_methodlock WHERE method_name = :key;
 

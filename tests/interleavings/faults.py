@@ -157,7 +157,7 @@ FAULTS = (
         ("postgres",),
         (
             (
-                f"WHERE l.owner = %(owner)s OR (l.available_at <= clock_timestamp() AND l.{postgresql._UNUSED})\n    RETURNING",
+                "WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()\n    RETURNING",
                 "RETURNING",
             ),
         ),

@@ -348,8 +348,11 @@ def parameters(request: Request) -> dict[str, Any]:
 
 
 def busy(holder: str | None, remaining: float | None) -> Busy:
-    """Return the Busy for *holder* (JSON, None if no lease is valid) and *remaining* seconds."""
-    left = None if remaining is None else max(0.0, float(remaining))
+    """Return the Busy for *holder* (JSON, None if no lease is valid) and *remaining* seconds.
+
+    A lock that is free by now is refused to those whose turn it is not: nobody knows when the others give up.
+    """
+    left = None if remaining is None or remaining <= 0 else float(remaining)
     return Busy(Holder.from_json(holder), left, reserved=bool(holder is None and left))
 
 

@@ -40,8 +40,7 @@ _TOKEN = f"GREATEST({{}} + 1, {MICROSECONDS})"
 # begin of the statement, because a key must be known before the rows are read. The last line decides, by
 # the time of its evaluation.
 # Each assignment reads only its own old column and the clock, as the order of assignments across tables is
-# not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet. A request that arrives after its owner has
-# released the lock is refused.
+# not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
 _ACQUIRE = f"""
 UPDATE {LOCK} AS l STRAIGHT_JOIN {COUNTER} AS c
     ON c.method_name = IF(l.available_at <= NOW(6), %(key)s, NULL)
@@ -50,7 +49,7 @@ SET l.owner = %(owner)s, l.holder = %(holder)s, l.fencing_token = {_TOKEN.format
     l.expires_at = {_AFTER.format("%(ttl)s")},
     l.available_at = {_AFTER.format("%(taken_for)s")},
     c.value = LAST_INSERT_ID({_TOKEN.format("c.value")}), c.holder = %(holder)s
-WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND NOT l.last_owner <=> %(owner)s AND {{turn}}
+WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 """
 # Whether the lock is ours, the token, the holder, seconds until others can acquire it, and whether it is our turn.
 _LOOK = f"""

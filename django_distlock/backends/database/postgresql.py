@@ -55,7 +55,6 @@ _OUT_OF_REACH = {"42501", "42P01"}
 _LATER = "{} + make_interval(secs => {})"
 _AFTER = _LATER.format("clock_timestamp()", "{}")
 _LEFT = "extract(epoch FROM available_at - clock_timestamp())::float8"
-_UNUSED = "last_owner IS DISTINCT FROM %(owner)s"
 _AVAILABLE = _AFTER.format("%(taken_for)s")
 # Comes first in a list of columns: a lease that has expired here has also expired for the later columns.
 _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
@@ -63,8 +62,7 @@ _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
 _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, {})"""
 
-# Acquires the lock for %(owner)s if it is free for this owner, and raises the fencing token. It is not free for an
-# owner that has released it: a repeated request may arrive late.
+# Acquires the lock for %(owner)s if it is free for this owner, and raises the fencing token.
 #
 # seen      the row as it is: a refusal ends here and writes nothing, no WAL and no transaction id.
 # allowed   whether the lock is ours already, and whether it is free and our turn.
@@ -76,7 +74,7 @@ _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchr
 # a refusal of a free lock means that the counter is locked.
 _ACQUIRE = f"""
 WITH seen AS (
-    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AND {_UNUSED} AS free, {_HOLDER} AS holder,
+    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, {_HOLDER} AS holder,
            {_LEFT} AS remaining
     FROM {LOCK} WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
@@ -104,7 +102,7 @@ WITH seen AS (
         acquired_at = CASE WHEN l.owner = %(owner)s THEN l.acquired_at ELSE clock_timestamp() END,
         expires_at = {_AFTER.format("%(ttl)s")},
         available_at = {_AVAILABLE}, updated_at = clock_timestamp()
-    WHERE l.owner = %(owner)s OR (l.available_at <= clock_timestamp() AND l.{_UNUSED})
+    WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()
     RETURNING fencing_token, holder
 ), counted AS (
     INSERT INTO {COUNTER} AS c (method_name, value, holder)
@@ -321,8 +319,7 @@ class PostgreSQL(Dialect):
             return Grant(token)
         if is_free:
             raise Crowded
-        # A lock that is free by now, but not our turn: nobody knows when others before us give up.
-        return busy(holder, remaining) if holder or (remaining or 0.0) > 0.0 else Busy()
+        return busy(holder, remaining)
 
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
         names = ("key", "owner", "ttl")

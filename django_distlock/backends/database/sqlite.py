@@ -38,8 +38,7 @@ _LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
 _UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, {_AFTER.format(':taken_for')}"
 
 # Acquires the lock for :owner if it is free for this owner, and raises the fencing token.
-# One row with the token; no row: refused. The same owner gets the same token again, but not after its release:
-# a repeated request may arrive late.
+# One row with the token; no row: refused. The same owner gets the same token again.
 _ACQUIRE = f"""
 INSERT INTO {LOCK} (method_name, description, owner, holder, fencing_token, acquired_at, expires_at,
                     available_at, updated_at)
@@ -52,7 +51,7 @@ ON CONFLICT (method_name) DO UPDATE SET
     fencing_token = CASE WHEN owner = :owner THEN fencing_token
                     ELSE max(fencing_token + 1, excluded.fencing_token) END,
     owner = excluded.owner
-WHERE owner = :owner OR (available_at <= {_NOW} AND last_owner IS NOT :owner)
+WHERE owner = :owner OR available_at <= {_NOW}
 RETURNING fencing_token
 """
 
