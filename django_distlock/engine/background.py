@@ -337,6 +337,8 @@ class VerbThreads:
         try:
             self._pools[name].submit(_carry_out, future, verb)
         except RuntimeError as error:
+            if "new thread" not in str(error):
+                raise  # the interpreter is ending
             # The pool has queued it all the same, and another thread of the pool may have begun it.
             if future.cancel():
                 raise NotSent(self._alias, f"the request was not sent: {error}") from error
