@@ -491,7 +491,7 @@ def fingerprint(args: tuple[Any, ...]) -> str:
 
 def _body(request: Any, args: tuple[Any, ...]) -> bytes:
     # The request of Django REST framework parses the body with the parsers of its view.
-    framed = next((each for each in args[:2] if hasattr(each, "_request")), None)
+    framed = next((each for each in args[:2] if _is_of_framework(each)), None)
     if request.content_type == "multipart/form-data" and request.method == "POST":
         # The body may be too large for the memory, and CsrfViewMiddleware has read it.
         if framed is None:
@@ -506,6 +506,11 @@ def _body(request: Any, args: tuple[Any, ...]) -> bytes:
     # A client that builds the body again chooses another boundary.
     boundary = request.content_params.get("boundary", "").encode()
     return body.replace(boundary, b"") if boundary else body
+
+
+def _is_of_framework(request: Any) -> bool:
+    is_around = isinstance(getattr(request, "_request", None), HttpRequest)
+    return is_around and hasattr(type(request), "data")
 
 
 def _parsed_by(framed: Any) -> bytes:

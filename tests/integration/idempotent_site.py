@@ -154,6 +154,17 @@ class RestParsed(APIView):
         return Response({**charge(request, pk), "name": request.data["owner"]["name"]})
 
 
+@method_decorator(csrf_exempt, name="dispatch")
+class OwnAttribute(View):
+    """Has an attribute of the name that requests of Django REST framework have."""
+
+    _request = None
+
+    @method_decorator(once)
+    def post(self, request: HttpRequest, pk: int) -> HttpResponse:
+        return answer(request, pk)
+
+
 class RestOfJSON(RestParsed):
     parser_classes = (JSONParser,)
 
@@ -209,6 +220,7 @@ urlpatterns = [
     path("method/<int:pk>/", Method.as_view()),
     path("rest/<int:pk>/", Rest.as_view()),
     path("rest-upload/<int:pk>/", RestUpload.as_view()),
+    path("own-attribute/<int:pk>/", OwnAttribute.as_view()),
     path("rest-parsed/<int:pk>/", RestParsed.as_view()),
     path("rest-of-json/<int:pk>/", RestOfJSON.as_view()),
     path("rest-dispatch/<int:pk>/", RestDispatch.as_view()),

@@ -122,7 +122,8 @@ def test_the_parsers_of_a_view_of_the_rest_framework_parse_a_form_with_files(
     assert first.json()["name"] == second.json()["name"] == "Ada"
     assert other.status_code == 422
     assert sent("rest-of-json", "Ada").status_code == 415  # its parser takes no forms
-    assert fees(account) == 1
+    assert sent("own-attribute", "Ada").status_code == 200
+    assert fees(account) == 2
 
 
 @pytest.mark.usefixtures("atomic_requests")
