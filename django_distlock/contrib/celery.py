@@ -145,7 +145,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         """Send the task, and return its AsyncResult; if the task is already under way, only return that AsyncResult.
 
         A step of a chain, a group or a chord, and what replaces a task, is always sent, because others wait for its
-        result: it runs after the task that is under way. ValueError for an id that is too long, and for a countdown or eta with debounce.
+        result: it runs after the task that is under way. ValueError for an id that is too long, and for a countdown
+        or eta with debounce.
         """
         headers, task_id = options.pop("headers", None) or {}, task_id or uuid()
         name = self._name_for(args or (), kwargs or {}, task_id)

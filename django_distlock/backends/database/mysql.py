@@ -138,9 +138,7 @@ class MySQL(Dialect):
         if is_ours and holder is not None:
             # The reply to a grant was lost: extend the lease from now, on the server, too. It may have just ended.
             return Grant(token) if self.extend(cursor, [request])[0] else None
-        if left > 0:
-            return busy(holder, left)
-        return None if is_our_turn else Busy()
+        return None if left <= 0 and is_our_turn else busy(holder, left)
 
     def release(self, cursor: Any, request: Request) -> Release:
         _run(cursor, self.release_sql, parameters(request))
