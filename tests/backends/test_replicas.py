@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_distlock import LockBackendError, lock, locks, transaction_lock
 from django_distlock.checks import check_servers
 from tests.contract.crew import taken
-from tests.fixtures.databases import migrate
+from tests.fixtures.databases import migrate, reached_by
 from tests.fixtures.eventually import eventually
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
@@ -48,23 +48,17 @@ def replica(request: pytest.FixtureRequest) -> Iterator[str]:
     database, alias = request.param, f"{request.param}-replica"
     server = request.getfixturevalue(database)
     made = Standby(server) if database == "postgres" else MariaDB(settings={"read-only": "ON"})
-    with made:
-        connections.settings[alias] = {**connections.settings[database], "PORT": str(made.port)}
+    with made, reached_by(alias, database, made):
         yield alias
-        connections[alias].close()
-        del connections[alias], connections.settings[alias]
 
 
 @pytest.fixture(scope="module")
 def former(mariadb: MariaDB) -> Iterator[tuple[MariaDB, str]]:
     """A primary that becomes a replica, and its alias."""
-    with MariaDB() as made:
-        connections.settings["former"] = {**connections.settings["mariadb"], "PORT": str(made.port)}
-        migrate("former")
-        yield made, "former"
+    with MariaDB() as made, reached_by("former", "mariadb", made) as alias:
+        migrate(alias)
+        yield made, alias
         locks.close()
-        connections["former"].close()
-        del connections["former"], connections.settings["former"]
 
 
 @pytest.mark.parametrize(

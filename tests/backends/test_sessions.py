@@ -42,6 +42,7 @@ from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
+from .queue_tools import set_options
 from .session_tools import (
     BOTH,
     KINDS,
@@ -416,9 +417,7 @@ def test_a_server_that_is_cut_off_is_an_error_within_four_seconds(
 def test_dead_connections_of_some_locks_end_no_others(
     proxy: Proxy, kind: tuple[str, str], name: str, settings: Settings
 ) -> None:
-    near = settings.DISTLOCK["locks"]
-    quick = {**near, "OPTIONS": {**near["OPTIONS"], "io_timeout": 0.5}}
-    settings.DISTLOCK = {"locks": quick}
+    set_options(settings, io_timeout=0.5)
     dead = [taken(f"{name}:{number}", using="locks", ttl=9) for number in range(3)]
     proxy.swallow()
     other = taken(f"{name}:other", using="locks", ttl=9)

@@ -28,7 +28,7 @@ from django_distlock.backends.rowlock import OnMySQL, _backends
 from django_distlock.engine.waiting import Wait
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
-from tests.fixtures.databases import migrate
+from tests.fixtures.databases import migrate, reached_by
 from tests.fixtures.eventually import eventually, in_time
 from tests.fixtures.interruption import TimeLimit, interrupted_by_signals, stop_at_call_of
 from tests.fixtures.mariadb import MariaDB
@@ -569,13 +569,10 @@ def test_a_refusal_that_has_ended_the_transaction_is_an_error_that_says_so(
 @pytest.fixture(scope="module")
 def strict(mariadb: object) -> Iterator[str]:
     """A server that rolls back the transaction of a statement which has waited for too long."""
-    with MariaDB(settings={"innodb-rollback-on-timeout": "ON"}) as server:
-        connections.settings["strict"] = {
-            **connections.settings["mariadb"],
-            "PORT": str(server.port),
-        }
-        migrate("strict")
-        yield "strict"
-        connections["strict"].close()
-        _backends.pop("strict").close()
-        del connections["strict"], connections.settings["strict"]
+    with (
+        MariaDB(settings={"innodb-rollback-on-timeout": "ON"}) as server,
+        reached_by("strict", "mariadb", server) as alias,
+    ):
+        migrate(alias)
+        yield alias
+        _backends.pop(alias).close()
