@@ -398,6 +398,29 @@ def test_request_that_the_server_reads_after_the_order_to_end_it_leaves_no_sessi
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 20)
 
 
+@needs_time_limit
+def test_order_to_end_a_request_that_fails_is_repeated(
+    postgres: PostgreSQL, name: str, few: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to an order may be lost, or a server refuse it for a moment."""
+    psycopg = pytest.importorskip("psycopg")
+    ask_to_cancel = psycopg.Connection.cancel_safe
+    orders = []
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        orders.append(args)
+        if len(orders) == 1:
+            raise psycopg.OperationalError("connection reset by peer")
+        ask_to_cancel(*args, **kwargs)
+
+    monkeypatch.setattr(psycopg.Connection, "cancel_safe", fail_once)
+    with postgres.admin() as admin, standby_away(postgres):
+        with pytest.raises(LockBackendError):
+            lock(name, using="away", timeout=0, ttl=5).acquire()
+        eventually(lambda: len(orders) > 1)
+        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [])
+
+
 def has_order_to_end(pid: int) -> bool:
     """Return whether a stopped session of PostgreSQL has a SIGINT to come to."""
     status = Path(f"/proc/{pid}/status").read_text()

@@ -175,10 +175,12 @@ def cancel(connection: BaseDatabaseWrapper, another: Callable[[], Any]) -> None:
     """
     raw: Any = connection.connection
     ends = clock.wait_time() + CANCEL
-    with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
+    without_errors = contextlib.suppress(Error, OSError, LockBackendError)
+    with without_errors, connection.wrap_database_errors:  # the connection may be closed meanwhile
         while (left := ends - clock.wait_time()) > 0:
-            _ask_to_cancel(raw, another, left)
-            # A server that has hung ignores the order if it has not read the request yet.
+            # The order may fail, and a server that has hung ignores it if it has not read the request yet.
+            with without_errors, connection.wrap_database_errors:
+                _ask_to_cancel(raw, another, left)
             with contextlib.suppress(NoAnswer):
                 if raw.pgconn.is_busy():  # libpq has not read the answer already
                     wait_for_reply(raw.fileno(), min(left, CANCEL_AGAIN))
