@@ -109,7 +109,7 @@ def held(account: Account) -> list[Any]:
 TOO_LATE = """const real = window.fetch;
 window.fetch = (url, options) => {
     const answer = real(url, options);
-    return options.body && options.body.get("what") === "renew" ? new Promise(() => {}) : answer;
+    return options.body && options.body.get("what") === "take" ? new Promise(() => {}) : answer;
 };
 document.dispatchEvent(new Event("visibilitychange"));"""
 

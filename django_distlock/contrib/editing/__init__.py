@@ -562,7 +562,7 @@ def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]
 
 
 def _told(edit: EditLock, what: str | None) -> dict[str, str]:
-    """Return the answer to the script: a state, with a message unless it is just "held" or "left"."""
+    """Return the answer to the script: a state, with a message unless it is just "held", "lost" or "left"."""
     if what in {"leave", "abandon"}:
         edit.release(for_good=what == "abandon")
         return {"state": "left"}
@@ -572,8 +572,9 @@ def _told(edit: EditLock, what: str | None) -> dict[str, str]:
         return {"state": "refused", "message": text}
     if what == "look":
         edit.editor = edit.look()
-    elif what == "renew" and edit.renew():
-        return {"state": "held"}
+    elif what == "renew":
+        # The script asks again, as another page: a server may refuse an owner that has released the lock.
+        return {"state": "held" if edit.renew() else "lost"}
     else:
         edit.take(is_newest=what == "begin")
     if edit.editor is None:

@@ -16,10 +16,16 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
     let isAsking = false;
     let failures = 0;
     let isOld = false;
-    let isBack = false;
+    // What the page asks for next: "begin", also from another page of this user; "take"; "renew".
+    let next = "renew";
     let isSent = false;
-    // A page that comes back is another one for the server: a tab may have a copy of it.
+    // A page that comes back is another one for the server, as a tab may have a copy of it, and so is one that has lost
+    // the lock.
     let life = "";
+
+    function another() {
+        return crypto.getRandomValues(new Uint32Array(4)).join("-");
+    }
 
     const TOKEN = "input[name=csrfmiddlewaretoken]";
 
@@ -88,8 +94,13 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
         isAsking = true;
         clearTimeout(timer);
         try {
-            const told = await ask(isReading ? "look" : isBack ? "begin" : "renew");
-            isBack = false;
+            let told = await ask(isReading ? "look" : next);
+            if (told.state === "lost") {
+                life = another();
+                next = "take";
+                told = await ask(next);
+            }
+            next = told.state === "busy" ? "take" : "renew";
             failures = 0;
             isOld = isOld || told.state === "changed";
             if (told.state !== "held") {
@@ -122,8 +133,9 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
     function show(event) {
         const text = ticket.value;
         isSent = false;
-        isBack = !isReading && (event.persisted || text !== ticket.defaultValue);
-        life = isBack ? crypto.getRandomValues(new Uint32Array(4)).join("-") : "";
+        const isBack = event.persisted || text !== ticket.defaultValue;
+        next = isBack ? "begin" : "renew";
+        life = isBack ? another() : "";
         ticket.value = "";
         ticket.value = text;
         renew();
