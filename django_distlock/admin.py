@@ -130,7 +130,7 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         if column in COLUMNS:
             found.sort(key=COLUMNS[column][1], reverse=order.startswith("-"))
         page = Paginator(found, PAGE).get_page(request.GET.get("p"))
-        hosts = sorted({row.host for row in rows} - {""})
+        hosts = sorted({host, *(row.host for row in rows)} - {""})
         context = {
             "title": str(self.opts.verbose_name_plural).capitalize(),
             "columns": [

@@ -86,6 +86,8 @@ def test_alias_host_and_name_narrow_it(name: str, viewer: Client, crowd: Crowd) 
     assert names(viewer, q=f"{name}:One") == ["one", "ONE again"]
     assert names(viewer, q=name, alias="gone") == ["one", "ONE again", "row", "two"]
     assert "web-2</option>" in viewer.get(LIST).text
+    # A host that has no lock any more is still the one that is chosen.
+    assert "web-3</option>" in viewer.get(LIST, {"host": "web-3"}).text
 
 
 def test_each_reader_is_shown_and_one_alone_is_freed(

@@ -221,6 +221,8 @@ def test_who_may_takes_over_with_an_entry_in_the_log(
 
     answer = ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
 
+    # The page of the former editor asks before the browser has loaded the page again.
+    assert ask(ada, opened, "renew").json()["state"] == "busy"
     assert answer.url == page_of(account)
     assert "_save" in Fields(chief.get(answer.url).content.decode()).buttons
     entry = LogEntry.objects.get(object_id=str(account.pk))

@@ -122,9 +122,17 @@ form.requestSubmit();
 document.dispatchEvent(new Event("visibilitychange"));
 return asked;"""
 
+#: Sends the form by a button of its own, whose answer goes elsewhere, so that the page stays.
+PREVIEW = """const form = document.querySelector("#id_name").form, button = document.createElement("button");
+document.body.append(Object.assign(document.createElement("iframe"), { name: "elsewhere" }));
+form.append(Object.assign(button, { formAction: "/", formTarget: "elsewhere" }));
+button.click();"""
+
 #: Puts the form of another page into this one and runs its scripts, as htmx does; then takes it out.
 COMES = """fetch(arguments[0]).then((response) => response.text()).then((html) => {
-    document.body.replaceChildren(document.createRange().createContextualFragment(html));
+    const page = document.createRange().createContextualFragment(html);
+    page.querySelector("form").append(Object.assign(document.createElement("input"), { name: "elements" }));
+    document.body.replaceChildren(page);
 });"""
 GOES = """document.body.replaceChildren();
 document.dispatchEvent(new Event("visibilitychange"));"""
@@ -218,6 +226,20 @@ def test_a_page_does_not_take_back_the_lock_that_its_sent_form_gives_back(
     assert ada.browser.execute_script(SENT) == []
 
     eventually(lambda: not held(account), PATIENCE, "the view that saves gives it back")
+    account.refresh_from_db()
+    assert account.name == "typed by Ada"
+
+
+def test_a_form_is_saved_right_after_another_button_has_sent_it_elsewhere(
+    editor: Start, account: Account
+) -> None:
+    ada = editor("Ada")
+    ada.edit_live(account)
+    ada.type_name("typed by Ada")
+    ada.browser.execute_script(PREVIEW)
+
+    ada.press(SAVE)
+
     account.refresh_from_db()
     assert account.name == "typed by Ada"
 

@@ -19,11 +19,19 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.core.exceptions import ImproperlyConfigured
 from django.core.files.base import ContentFile
-from django.db import connections, models
-from django.forms import ModelForm, modelform_factory
+from django.db import connections, models, transaction
+from django.forms import (
+    CharField,
+    ModelForm,
+    MultiValueField,
+    MultiWidget,
+    PasswordInput,
+    TextInput,
+    modelform_factory,
+)
 from django.test import Client
 from django.test.utils import CaptureQueriesContext, isolate_apps
-from django.urls import path, reverse
+from django.urls import include, path, reverse
 
 from django_distlock.contrib import editing
 from django_distlock.contrib.editing.admin import EditLockMixin
@@ -32,7 +40,20 @@ from testproject.services import open_account
 
 from .edit_site import AccountAdmin, fields_of
 from .staff import client_of, superuser
-from .test_editing import EDITOR, ada, ask, bob, chief, held, name_of, page_of, post, site
+from .test_editing import (
+    EDITOR,
+    ada,
+    ask,
+    bob,
+    chief,
+    held,
+    name_of,
+    opened_by_me,
+    page_of,
+    post,
+    saves,
+    site,
+)
 
 __all__ = ["ada", "bob", "chief", "site"]
 
@@ -47,15 +68,60 @@ with isolate_apps("testproject"):
         file = models.FileField(blank=True)
         marks = models.JSONField(default=dict, blank=True)
         note = models.TextField(blank=True)
+        author = models.ForeignKey(
+            User, models.SET_NULL, null=True, blank=True, db_constraint=False, related_name="+"
+        )
 
         class Meta:
             app_label = "testproject"
+            ordering = ("author__username", "pk")
 
 
 class ScanAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     list_display = ("pk", "name", "file")
     list_editable = ("name", "file")
     ordering = ("pk",)
+
+
+class Halves(MultiWidget):
+    """Two inputs, for a dict of two values."""
+
+    def __init__(self, attrs: Any = None) -> None:
+        super().__init__([TextInput(), TextInput()], attrs)
+
+    def decompress(self, value: Any) -> list[Any]:
+        return [value["amount"], value["currency"]] if value else []
+
+
+class TwoInputs(MultiValueField):
+    """A field of two inputs, which Django cannot hide, like that of an amount with its currency."""
+
+    widget = Halves
+
+    def __init__(self, *, initial: Any = None, **_: Any) -> None:
+        super().__init__((CharField(), CharField()), initial=initial)
+
+    def compress(self, data_list: Any) -> Any:
+        return dict(zip(("amount", "currency"), data_list, strict=True))
+
+
+class PriceAdmin(ScanAdmin):
+    list_display = ("pk", "name", "marks")
+    list_editable = ("name", "marks")
+    formfield_overrides = {models.JSONField: {"form_class": TwoInputs}}  # noqa: RUF012 - as Django does
+
+
+class SecretAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
+    """Has a form that does not show a stored value."""
+
+    form = modelform_factory(Account, fields=("name",), widgets={"name": PasswordInput})
+
+
+class WithTools(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Includes the URLs of another module."""
+
+    def get_urls(self) -> Any:
+        return [path("tools/", include(([], "tools"))), *super().get_urls()]
 
 
 class RequestForm(ModelForm):  # type: ignore[type-arg]
@@ -209,6 +275,76 @@ def test_the_admin_saves_what_it_reads_after_it_has_locked_the_row(
     assert [text.endswith("FOR UPDATE") for text in texts][:2] == [True, False]
     assert rows.get().name == "Lovelace"
     rows.delete()
+
+
+@pytest.mark.parametrize("site", ["postgres"], indirect=True)
+def test_a_model_that_is_ordered_by_a_relation_is_saved(
+    site: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(apps.all_models["testproject"], "scan", Scan)
+    with connections["postgres"].schema_editor() as editor:
+        editor.create_model(Scan)
+    row: Any = models.QuerySet(Scan).using("postgres").create(name="a")
+    try:
+        with transaction.atomic("postgres"):
+            assert saves(row, opened_by_me(row), "b")
+    finally:
+        with connections["postgres"].schema_editor() as editor:
+            editor.delete_model(Scan)
+
+
+def test_a_relation_that_points_nowhere_is_shown_as_it_is(scans: Any, boss: Client) -> None:
+    row = scans.create(name="a")
+    url = reverse("admin:testproject_scan_change", args=[row.pk])
+    opened = fields_of(boss.get(url))
+    scans.update(author=999_999)
+
+    page = boss.post(url, {**opened, "name": "typed"})
+
+    [change] = page.context["distlock_edit"].changes
+    assert (change.label, change.shown) == ("Author", "999999")
+    assert boss.post(url, fields_of(page)).status_code == 302
+
+
+@pytest.mark.parametrize("field", ["name", "marks_0"])
+def test_a_list_with_a_field_of_two_inputs_is_saved(
+    scans: Any, boss: Client, monkeypatch: pytest.MonkeyPatch, settings: Any, field: str
+) -> None:
+    site = admin.AdminSite()
+    site.register(Scan, PriceAdmin)
+    settings.ROOT_URLCONF = (path("admin/", site.urls),)
+    scans.create(name="a", marks={"amount": "3", "currency": "EUR"})
+    url = reverse("admin:testproject_scan_changelist")
+    listed = fields_of(boss.get(url))
+
+    sent = {**listed, "action": "", f"form-0-{field}": "4", "_save": ""}
+    page = boss.post(url, sent)
+    assert page.status_code == 302, page.context["cl"].formset.errors
+
+    row = scans.get()
+    assert "4" in (row.name, row.marks["amount"])
+    assert row.marks["currency"] == "EUR"
+
+
+def test_what_a_password_field_hides_is_not_shown_beside_the_form(
+    account: Account, boss: Client, register: Callable[[type], None]
+) -> None:
+    register(SecretAdmin)
+    opened = fields_of(boss.get(page_of(account)))
+
+    # A page whose values are not known, so that all of them count as changed.
+    page = boss.post(page_of(account), {**opened, "distlock_edit": "", "name": "guessed"})
+
+    [change] = page.context["distlock_edit"].changes
+    assert change.shown == editing.HIDDEN
+
+
+def test_an_admin_that_includes_other_urls_is_served(
+    account: Account, boss: Client, register: Callable[[type], None]
+) -> None:
+    register(type("Admin", (EditLockMixin, WithTools), {}))
+
+    assert boss.get(page_of(account)).status_code == 200
 
 
 def test_the_second_click_of_one_user_is_no_conflict(account: Account, ada: Client) -> None:
@@ -366,10 +502,20 @@ def test_rights_are_asked_again_when_a_lock_is_taken_over(
     assert name_of(ada) in held(account)[0].holder.purpose
 
 
-def test_a_ticket_lives_on_with_a_session_that_each_request_extends(
-    account: Account, ada: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_long", [True, False])
+def test_a_ticket_lives_on_with_a_session_that_is_long_or_that_each_request_extends(
+    account: Account,
+    ada: Client,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_long: bool,
 ) -> None:
-    settings.SESSION_SAVE_EVERY_REQUEST = True
+    if is_long:
+        session = ada.session
+        session.set_expiry(2 * settings.SESSION_COOKIE_AGE)
+        session.save()
+    else:
+        settings.SESSION_SAVE_EVERY_REQUEST = True
     opened = fields_of(ada.get(page_of(account)))
     later = time.time() + settings.SESSION_COOKIE_AGE + 1
     monkeypatch.setattr("django.core.signing.time", SimpleNamespace(time=lambda: later))

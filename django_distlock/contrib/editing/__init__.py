@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -13,7 +14,7 @@ from urllib.parse import quote, unquote
 from django.apps import apps
 from django.conf import settings
 from django.core import signing
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, ObjectDoesNotExist
 from django.db import connections, router
 from django.db.models import Model, QuerySet
 from django.forms import model_to_dict
@@ -70,6 +71,8 @@ PAUSE = 5.0
 TRIES = 3
 #: How many rows of a relation are named for people.
 FEW = 20
+#: What people see in the place of a password.
+HIDDEN = "********"
 #: What the key of a user who is not logged in begins with.
 ANONYMOUS = "anonymous "
 
@@ -109,16 +112,22 @@ class Ticket:
 def read_ticket(request: HttpRequest) -> Ticket | None:
     """Return the ticket that a page has sent; None if it is missing or not valid.
 
-    A ticket is valid for one user and one release of this package, and for SESSION_COOKIE_AGE seconds, unless each
-    request extends the session.
+    A ticket is valid for one user and one release of this package, and for SESSION_COOKIE_AGE seconds, or for longer if
+    the session is, unless each request extends the session.
     """
     text = request.POST.get(FIELD, "")
-    age = None if settings.SESSION_SAVE_EVERY_REQUEST else settings.SESSION_COOKIE_AGE
+    age = None if settings.SESSION_SAVE_EVERY_REQUEST else _age(request)
     try:
         ticket = Ticket(**signing.loads(text, salt=SALT, max_age=age))
     except (signing.BadSignature, UnicodeError, TypeError):
         return None
     return ticket if ticket.user == user_key(request) else None
+
+
+def _age(request: HttpRequest) -> int:
+    session = getattr(request, "session", None)
+    usual: int = settings.SESSION_COOKIE_AGE
+    return usual if session is None else max(usual, session.get_expiry_age())
 
 
 def owner_of(nonce: str) -> Secret:
@@ -380,12 +389,14 @@ class EditLock:
         return next(iter(editors(self.request, found)), None)
 
     def take_over(self, shown: str) -> None:
-        """End the holding with the digest *shown*, if it still exists and the user has the permission."""
-        self.editor = self.look()
-        if self.editor is not None and self.can_take_over:
-            key = self.editor.held.key
-            if self.backend.force_release(key, shown, by=self._username) and self._log:
-                self._log(self, self.editor)
+        """Take the lock from the holding with the digest *shown*, if it still exists and the user has the permission."""
+        former = self.editor = self.look()
+        if former is None or not self.can_take_over:
+            return
+        if self.backend.force_release(former.held.key, shown, by=self._username):
+            self.take(FIRST_TTL)  # at once, as the page of the former editor asks for it again
+            if self._log:
+                self._log(self, former)
 
     def row(self) -> Model | None:
         """Return the object as it is now; in a transaction, with its row locked."""
@@ -395,7 +406,8 @@ class EditLock:
         rows: QuerySet[Any] = QuerySet(model).using(database).filter(pk=pk)
         if connections[database].in_atomic_block:
             rows = rows.select_for_update()
-        row: Model | None = rows.first()
+        # Meta.ordering may join other tables, whose rows would be locked, too, or cannot be.
+        row: Model | None = rows.order_by("pk").first()
         return row
 
     def changed(self, texts: dict[str, str]) -> set[str]:
@@ -507,6 +519,8 @@ def parts_of(form: BaseModelForm[Any]) -> Iterator[Part]:
     for name, value in values.items():
         if not callable(value):  # such as the current time
             shown = _values_of(form.instance, name, value)
+            if _is_hidden(form.fields[name].widget):
+                shown = iter([HIDDEN])
             yield Part(name, str(form[name].label), compared(value), shown)
 
 
@@ -521,12 +535,19 @@ def compared(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def _is_hidden(widget: Any) -> bool:
+    """Return True if *widget* shows no value to people, as that of a password."""
+    return getattr(widget, "input_type", "") == "password" and not widget.render_value
+
+
 def _values_of(instance: Model, name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple, QuerySet)):
         yield from value
-    else:
-        shown = getattr(instance, f"get_{name}_display", None)
-        yield shown() if shown else getattr(instance, name, value)
+        return
+    shown = getattr(instance, f"get_{name}_display", None)
+    with suppress(ObjectDoesNotExist):  # a foreign key may point nowhere
+        value = shown() if shown else getattr(instance, name, value)
+    yield value
 
 
 @never_atomic

@@ -17,7 +17,7 @@ from django.contrib.admin.utils import NestedObjects, unquote
 from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - as Django's
 from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
-from django.forms import FileField
+from django.forms import FileField, MultiValueField, MultiWidget
 from django.urls import path, reverse
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
@@ -193,11 +193,10 @@ class EditLockMixin(_Admin):
         formset.form = _checked(formset.form, problems)
         formset.form.base_fields = deepcopy(formset.form.base_fields)
         for field in formset.form.base_fields.values():
-            if isinstance(field, FileField):
-                continue  # it has no text to compare, and a row keeps its file unless a new one is sent
-            # The list also sends the values that it showed; browsers must not restore old text over newer values.
-            field.show_hidden_initial = True
-            field.widget.attrs["autocomplete"] = "off"
+            if _is_text(field):
+                # The list also sends the values that it showed; browsers must not restore old text over newer values.
+                field.show_hidden_initial = True
+                field.widget.attrs["autocomplete"] = "off"
         return formset
 
     def _others(self, request: HttpRequest) -> dict[str, Editor]:
@@ -213,7 +212,7 @@ class EditLockMixin(_Admin):
     def get_urls(self) -> list[URLPattern]:
         urls = super().get_urls()
         for url in urls:
-            if url.name == f"{self._url_name}_change":
+            if getattr(url, "name", None) == f"{self._url_name}_change":
                 never_atomic(url.callback)
         view = never_atomic(self.admin_site.admin_view(self.edit_lock_view))
         return [path("edit-lock/", view, name=f"{self._url_name}_edit_lock"), *urls]
@@ -319,6 +318,17 @@ def _with_problems(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
 
     form.clean = clean
     return form
+
+
+def _is_text(field: Any) -> bool:
+    """Return True if a list can send what it showed of *field* as text.
+
+    It cannot send a file, which a row keeps unless a new one is sent, nor the values of several inputs whose hidden
+    widget has one.
+    """
+    if isinstance(field, MultiValueField):
+        return isinstance(field.hidden_widget(), MultiWidget)
+    return not isinstance(field, FileField)
 
 
 def _is_stale(form: Any, name: str) -> bool:

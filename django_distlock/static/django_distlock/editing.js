@@ -8,17 +8,20 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
     }
     box.isAlive = true;
     const form = box.closest("form");
-    const ticket = form.elements.distlock_edit;
+    const ticket = form.querySelector("[name=distlock_edit]"); // a form may have a field called "elements"
     const message = box.querySelector(".distlock-edit-message");
     const takeOver = box.querySelector(".distlock-edit-take-over");
     const isReading = box.dataset.reading === "yes";
     let timer = 0;
+    let unsent = 0;
     let isAsking = false;
     let failures = 0;
     let isOld = false;
     // What the page asks for next: "begin", also from another page of this user; "take"; "renew".
     let next = "renew";
     let isSent = false;
+    // The button that has sent the form.
+    let sender = null;
     // A page that comes back is another one for the server, as a tab may have a copy of it, and so is one that has lost
     // the lock.
     let life = "";
@@ -147,17 +150,20 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
         show({}); // htmx or Turbo has put the form into a page that was there before
     }
     // The second click of an impatient user would add the new rows of inlines once more. After 10 seconds without an
-    // answer, the form can be sent again. At the window, as the page's own scripts may decide that it is not sent.
+    // answer, the form can be sent again; by another button, at once: the answer to the first one may be a file or another
+    // window. At the window, as the page's own scripts may decide that it is not sent.
     addEventListener("submit", (event) => {
         if (event.target !== form || event.defaultPrevented) {
             return;
         }
-        if (isSent) {
+        if (isSent && sender === event.submitter) {
             event.preventDefault();
-        } else {
-            isSent = true;
-            setTimeout(() => { isSent = false; renew(); }, 10000);
+            return;
         }
+        isSent = true;
+        sender = event.submitter;
+        clearTimeout(unsent);
+        unsent = setTimeout(() => { isSent = false; renew(); }, 10000);
     });
     document.addEventListener("visibilitychange", () => {
         if (!document.hidden) {
