@@ -270,6 +270,7 @@ def test_one_server_of_three_can_die_while_locks_are_taken(
         try:
             eventually(lambda: len(taken) > 40)
             _server_of("locks", frail).kill()
+            frail.wait_until_serving()
             seen = len(taken)
             eventually(lambda: len(taken) > seen + 100, 40)
         finally:
