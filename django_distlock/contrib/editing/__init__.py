@@ -112,22 +112,16 @@ class Ticket:
 def read_ticket(request: HttpRequest) -> Ticket | None:
     """Return the ticket that a page has sent; None if it is missing or not valid.
 
-    A ticket is valid for one user and one release of this package, and for SESSION_COOKIE_AGE seconds, or for longer if
-    the session is, unless each request extends the session.
+    A ticket is valid for one user and one release of this package, and for SESSION_COOKIE_AGE seconds, unless each
+    request extends the session.
     """
     text = request.POST.get(FIELD, "")
-    age = None if settings.SESSION_SAVE_EVERY_REQUEST else _age(request)
+    age = None if settings.SESSION_SAVE_EVERY_REQUEST else settings.SESSION_COOKIE_AGE
     try:
         ticket = Ticket(**signing.loads(text, salt=SALT, max_age=age))
     except (signing.BadSignature, UnicodeError, TypeError):
         return None
     return ticket if ticket.user == user_key(request) else None
-
-
-def _age(request: HttpRequest) -> int:
-    session = getattr(request, "session", None)
-    usual: int = settings.SESSION_COOKIE_AGE
-    return usual if session is None else max(usual, session.get_expiry_age())
 
 
 def owner_of(nonce: str) -> Secret:
@@ -266,9 +260,9 @@ class EditLock:
         else:
             self._is_unknown = FIELD in self.request.POST
         try:
-            if shown := self.request.POST.get(TAKE_OVER):
-                self.take_over(shown)
             if is_editor:
+                if shown := self.request.POST.get(TAKE_OVER):
+                    self.take_over(shown)
                 self.take(FIRST_TTL, sent.nonce if sent else "")
             else:
                 self.editor = self.look()
@@ -394,9 +388,11 @@ class EditLock:
         if former is None or not self.can_take_over:
             return
         if self.backend.force_release(former.held.key, shown, by=self._username):
-            self.take(FIRST_TTL)  # at once, as the page of the former editor asks for it again
-            if self._log:
-                self._log(self, former)
+            try:
+                self.take(FIRST_TTL)  # at once, as the page of the former editor asks for it again
+            finally:
+                if self._log and self.editor is None:
+                    self._log(self, former)
 
     def row(self) -> Model | None:
         """Return the object as it is now; in a transaction, with its row locked."""
@@ -536,8 +532,10 @@ def compared(value: Any) -> str:
 
 
 def _is_hidden(widget: Any) -> bool:
-    """Return True if *widget* shows no value to people, as that of a password."""
-    return getattr(widget, "input_type", "") == "password" and not widget.render_value
+    """Return True if *widget*, or one of its inputs, shows no value to people, as that of a password."""
+    is_password = getattr(widget, "input_type", "") == "password"
+    is_shown = getattr(widget, "render_value", False)
+    return (is_password and not is_shown) or any(map(_is_hidden, getattr(widget, "widgets", ())))
 
 
 def _values_of(instance: Model, name: str, value: Any) -> Iterator[Any]:

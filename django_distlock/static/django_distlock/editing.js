@@ -13,15 +13,12 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
     const takeOver = box.querySelector(".distlock-edit-take-over");
     const isReading = box.dataset.reading === "yes";
     let timer = 0;
-    let unsent = 0;
     let isAsking = false;
     let failures = 0;
     let isOld = false;
     // What the page asks for next: "begin", also from another page of this user; "take"; "renew".
     let next = "renew";
     let isSent = false;
-    // The button that has sent the form.
-    let sender = null;
     // A page that comes back is another one for the server, as a tab may have a copy of it, and so is one that has lost
     // the lock.
     let life = "";
@@ -101,9 +98,16 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
             if (told.state === "lost") {
                 life = another();
                 next = "take";
+                if (isSent) {
+                    return;
+                }
                 told = await ask(next);
             }
-            next = told.state === "busy" ? "take" : "renew";
+            next = "renew";
+            if (told.state === "busy") { // servers may refuse an owner that they have refused before
+                life = another();
+                next = "take";
+            }
             failures = 0;
             isOld = isOld || told.state === "changed";
             if (told.state !== "held") {
@@ -150,20 +154,17 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
         show({}); // htmx or Turbo has put the form into a page that was there before
     }
     // The second click of an impatient user would add the new rows of inlines once more. After 10 seconds without an
-    // answer, the form can be sent again; by another button, at once: the answer to the first one may be a file or another
-    // window. At the window, as the page's own scripts may decide that it is not sent.
+    // answer, the form can be sent again. At the window, as the page's own scripts may decide that it is not sent.
     addEventListener("submit", (event) => {
-        if (event.target !== form || event.defaultPrevented) {
-            return;
+        if (event.target !== form || event.defaultPrevented || event.submitter?.formTarget) {
+            return; // such as a button that opens a preview: the page stays
         }
-        if (isSent && sender === event.submitter) {
+        if (isSent) {
             event.preventDefault();
-            return;
+        } else {
+            isSent = true;
+            setTimeout(() => { isSent = false; renew(); }, 10000);
         }
-        isSent = true;
-        sender = event.submitter;
-        clearTimeout(unsent);
-        unsent = setTimeout(() => { isSent = false; renew(); }, 10000);
     });
     document.addEventListener("visibilitychange", () => {
         if (!document.hidden) {
