@@ -573,6 +573,29 @@ def test_a_lock_that_a_minority_has_lost_is_held_and_of_a_majority_it_is_lost(
         assert _voters(servers[:3], f"{name}:{verb}") == 0
 
 
+def test_a_lease_of_which_too_few_servers_are_left_keeps_no_other_from_being_renewed(
+    servers: list[Redis], using: Callable[..., str], name: str
+) -> None:
+    alias = using(**PATIENT)
+    _warm_up(cast(RedlockBackend, locks[alias]), name)
+    # At once, so that one request renews both.
+    kept, endangered = (
+        lock(f"{name}:{each}", using=alias, ttl=3).acquire() for each in ("kept", "endangered")
+    )
+    assert kept
+    assert endangered
+    for lease in (kept, endangered):
+        _all_voted(servers, lease.name)
+    for client in _clients(servers[3:]):
+        client.delete(_record(endangered.name))
+
+    servers[0].kill()
+
+    eventually(lambda: endangered.lost, what="two of five have it, and two have not")
+    kept.check()
+    kept.release()
+
+
 # Waiters, and how they are woken.
 
 

@@ -30,7 +30,12 @@ from django_distlock.conf import check_values, checked_ttl
 from django_distlock.engine.leftovers import until_done
 from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
+from django_distlock.exceptions import (
+    Contended,
+    LockBackendError,
+    LockOutcomeUnknown,
+    root_cause,
+)
 from django_distlock.ground import clock
 from django_distlock.ground.naming import with_label
 
@@ -159,6 +164,10 @@ class RedlockVerbs:
             )
             said = count.says_kept()
             if not said or None in said:
+                if any(each is not None for each in said):
+                    # Each of them alone, so that the others are extended.
+                    problem = "too few servers can be used for some of the locks"
+                    raise Contended(self._alias, problem)
                 self._fail(count)
             kept += map(bool, said)
         return kept
