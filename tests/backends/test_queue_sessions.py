@@ -539,3 +539,11 @@ def test_a_lock_is_free_when_max_hold_is_over_however_long_its_ttl_is(side: Side
 
     # Not another max_hold after the last renewal.
     eventually(partial(stands, rival("x", "elsewhere"), "elsewhere"), SESSION)
+
+
+def test_a_lease_that_is_extended_to_the_session_timeout_is_held_for_so_long(side: Side) -> None:
+    lease, _ = held("x", ttl=SESSION / 2, renew=False)
+    lease.extend(SESSION)
+
+    with lock("x", using="elsewhere", timeout=20):
+        assert lease.lost

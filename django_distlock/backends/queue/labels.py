@@ -41,7 +41,7 @@ class SessionRequest(Request):
 
     def __post_init__(self) -> None:
         # A copy by replace() has the cut ttl already: it keeps *wished*.
-        if self.ttl != self.longest or not self.wished:
+        if self.ttl != self.longest or self.wished < self.ttl:
             object.__setattr__(self, "wished", self.ttl)
         object.__setattr__(self, "ttl", min(self.ttl, self.longest))
 
