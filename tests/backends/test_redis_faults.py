@@ -621,6 +621,17 @@ def test_a_lock_that_no_replica_confirms_is_neither_acquired_nor_attached(
     eventually(lambda: not holders(detached), SOON, "it is given back")
 
 
+def test_a_lock_that_no_replica_confirms_is_not_reserved(
+    server: Redis, settings: Settings, name: str
+) -> None:
+    configure(settings, server, wait_replicas=1, io_timeout=0.4)
+
+    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
+        lock(name, min_hold=LONG, timeout=0).acquire()
+
+    assert rival(name).tries()
+
+
 @pytest.mark.parametrize("scripting", [True, False])
 def test_a_holder_at_a_master_that_no_replica_follows_any_more_loses_its_lock(
     redis_sentinel: Replicated, settings: Settings, name: str, scripting: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -195,7 +196,7 @@ class RedisVerbs:
             try:
                 yield from self._confirm(replicas)
             except LockBackendError:
-                yield from self.release(request)
+                yield from self.release(replace(request, min_hold=0.0))
                 raise
         return Grant(int(answer))
 
