@@ -127,5 +127,5 @@ def attaching(make: Callable[..., _Held], text: str, purpose: str) -> Steps[Take
     except BaseException:
         lease.end(State.RELEASED, frees=True)
         raise
-    lease.end(State.RELEASED)
+    lease.end(State.RELEASED, frees=is_ours)
     raise LockLost(name, "it had ended, or was attached elsewhere, before")

@@ -20,6 +20,7 @@ import pytest
 from django_distlock import (
     Lease,
     LockBackendError,
+    LockLost,
     LockNotOwned,
     LockOutcomeUnknown,
     lock,
@@ -279,6 +280,22 @@ def test_what_no_replica_has_and_whose_release_has_no_answer_is_no_busy_lock(
         lock(name, timeout=None).acquire()
 
     assert not holders(name)
+
+
+def test_an_attach_that_is_answered_after_its_deadline_leaves_the_lock_to_others(
+    server: Redis, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=10.0)
+    Lease.attach(take("warm").detach()).release()
+    text = take(name, ttl=2).detach(LONG)
+    asked = server.calls()["evalsha"]
+    proxy.delay_next(2.1)
+
+    with pytest.raises(LockLost):
+        Lease.attach(text)
+
+    eventually(lambda: server.calls()["evalsha"] >= asked + 2, what="it is given back")
+    assert rival(name).tries()
 
 
 # Broken connections.
