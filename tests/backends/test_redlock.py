@@ -1037,6 +1037,8 @@ def test_what_a_majority_has_is_listed_though_servers_are_down(
     _all_voted(servers, name)
     _all_voted(servers[:3], f"{name}:three")
     _forget(servers[2:3])
+    with servers[1].client() as client:
+        client.delete(_record(f"{name}:three"))
     servers[4].kill()
 
     assert [each.name for each in backend.held() if each.name.startswith(name)] == [name]
@@ -1045,6 +1047,21 @@ def test_what_a_majority_has_is_listed_though_servers_are_down(
     with pytest.raises(LockBackendError) as caught:
         list(backend.held())
     assert len(caught.value.causes) == 5
+
+
+def test_what_a_majority_may_have_is_listed_and_can_be_freed(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    backend = make(**PATIENT)
+    request = _take(backend, name)
+    _all_voted(servers, name)
+    _forget(servers[3:])  # as if they had been down when it was granted
+    servers[0].kill()
+
+    [held] = backend.held(request.key)
+    assert backend.force_release(held.key, held.owner_digest)
+
+    _take(backend, name)
 
 
 def test_a_listing_goes_to_the_end(

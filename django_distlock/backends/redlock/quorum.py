@@ -225,7 +225,7 @@ class RedlockVerbs:
         return any(count.answers.values())
 
     def held(self, key: str | None, is_ours: Callable[[str], bool], label: str) -> Verb[list[Held]]:
-        """Return the locks held on a majority: the one with *key*, or all with *label* whose keys pass *is_ours*."""
+        """Return the locks that a majority may hold: that with *key*, or all with *label* whose keys pass *is_ours*."""
         count: Count = yield self._ask(
             {server: self._held_on(server, key, is_ours, label) for server in self._everybody}
         )
@@ -233,7 +233,9 @@ class RedlockVerbs:
         seen: dict[tuple[str, str], list[Held]] = {}
         for each in chain(*count.answers.values()):
             seen.setdefault((each.key, each.owner_digest), []).append(each)
-        return [self._agreed(seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
+        # As in probe(), servers that failed may have the same holder.
+        least = self._most - len(count.failures)
+        return [self._agreed(seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= least]
 
     def _held_on(
         self, server: int, key: str | None, is_ours: Callable[[str], bool], label: str
