@@ -880,6 +880,30 @@ def test_who_asks_again_never_gets_a_lower_token(
     assert tokens == sorted(tokens)
 
 
+def test_a_majority_that_goes_between_the_two_rounds_is_an_error_and_no_busy_lock(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    with Proxy(servers[2].port) as proxy:
+        urls = [_url(each) for each in servers]
+        urls[2] = _url(proxy)
+        backend = make(urls, fencing=True, **PATIENT)
+        _warm_up(backend, name)
+        _take(backend, f"{name}:before")  # so that the servers know the scripts
+        _all_voted(servers, f"{name}:before")
+        _warm_up(backend, name)
+        for server in servers[3:]:
+            server.kill()
+        proxy.delay(0.2)  # so that these two have failed before the third vote comes
+        proxy.drop_reply(after=1)
+        proxy.aim_at(free_port())
+
+        with pytest.raises(LockBackendError, match="2 of 5 Redis servers can be used"):
+            backend.try_acquire(_request(backend, name), queued=False)
+
+        assert proxy.replies_to_drop == 0
+        backend.close()
+
+
 # What it costs.
 
 

@@ -134,6 +134,9 @@ class RedlockVerbs:
         count: Count = yield self._question(verb, request, _has_agreed, voters)
         if count.says_yes():
             return Grant(token)
+        # Those that failed in the first round were not asked.
+        count.failures |= ballot.failures
+        count.errors += ballot.errors
         if count.unsure:
             self._need_most(count)  # raises without a release, as the same owner may ask again
         yield from self._give_back(request, ballot)
