@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from kazoo.exceptions import NoAuthError
+from kazoo.security import make_acl, make_digest_acl
 
 from django_distlock import LockBackendError, lock
 from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
@@ -124,6 +125,23 @@ def test_nodes_of_a_creator_are_closed_to_others(
         lock("x", using="stranger", timeout=0).acquire()
     with pytest.raises(LockBackendError, match="NoAuthError"):
         list(backend("stranger").held())
+
+
+def test_a_user_may_be_confined_to_the_root(
+    zookeeper: Ensemble, client: Any, root: str, settings: Settings
+) -> None:
+    client.create(root)
+    client.create(f"{root}/locks", acl=[make_digest_acl("me", "secret", all=True)])
+    client.set_acls(root, [make_acl("world", "anyone", read=True)])
+    auth = [("digest", "me:secret")]
+    settings.DISTLOCK = aliases(zookeeper, f"{root}/locks", auth=auth, acl="creator") | {
+        "missing": aliases(zookeeper, f"{root}/missing", auth=auth)["locks"]
+    }
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+    with pytest.raises(LockBackendError, match="NoAuthError"):
+        lock("x", using="missing", timeout=0).acquire()
 
 
 def test_credentials_are_not_logged(

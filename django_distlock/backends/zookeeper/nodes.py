@@ -239,11 +239,15 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
     def _make_folder(self, client: Any, folder: str) -> Steps[None]:
         parts = folder.split("/")
         paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
-        for outcome in (yield [partial(client.create_async, path) for path in paths]):
-            if isinstance(outcome, NoNodeError):
-                raise self._no_chroot(client) from outcome
-            if not isinstance(outcome, NodeExistsError):
-                value(outcome)
+        *above, made = yield [partial(client.create_async, path) for path in paths]
+        if isinstance(made, NoNodeError):
+            # Only now, because NoAuthError is also the answer for a node that exists below one that is closed to us.
+            for outcome in above:
+                if not isinstance(outcome, (NodeExistsError, NoNodeError)):
+                    value(outcome)
+            raise self._no_chroot(client) from made
+        if not isinstance(made, NodeExistsError):
+            value(made)
 
     def _no_chroot(self, client: Any) -> LockBackendError:
         problem = f"the chroot {client.chroot!r} of OPTIONS 'hosts' does not exist: create it"
