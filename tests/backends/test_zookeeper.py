@@ -243,6 +243,25 @@ def test_tokens_rise_though_the_node_of_the_lock_was_deleted(client: Any, root: 
     assert {name[-10:] for name in names} == {"0000000000"}
 
 
+def test_tokens_rise_though_the_node_that_says_where_they_begin_was_deleted(
+    client: Any, root: str
+) -> None:
+    tokens, path = list[int](), f"{root}/%tokens"
+
+    def take() -> None:
+        with lock("x", using="locks") as lease:
+            tokens.append(lease.fencing_token or 0)
+
+    take()
+    # An hour ahead of the clock, as after an election, when ZooKeeper's own numbers jump.
+    client.set(path, str(int(client.get(path)[0]) + 3_600_000_000).encode())
+    take()
+    client.delete(path)
+    take()
+
+    assert tokens == sorted(set(tokens))
+
+
 def test_purge_beside_traffic_lets_nobody_in_and_breaks_nothing() -> None:
     over, inside, worst, deleted, holds = threading.Event(), 0, 0, 0, 0
 

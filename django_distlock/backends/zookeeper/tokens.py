@@ -75,7 +75,8 @@ class Tokens:
         if isinstance(written, NoNodeError):
             yield from self._make_folder(client, self._root)
             written, found = yield asks
-        offset = value(written).mtime * 1000 - written.mzxid
+        # Not below what this process knows, as an operator may have deleted the node.
+        offset = max(value(written).mtime * 1000 - written.mzxid, self._offset.value)
         data = str(offset).encode()
         if isinstance(found, NoNodeError):
             [outcome] = yield [partial(client.create_async, self.path, data)]
