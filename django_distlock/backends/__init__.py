@@ -2,7 +2,7 @@
 
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
+from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.ground.holder import Holder
@@ -20,6 +20,7 @@ __all__ = [
     "LockBackendError",
     "LockOutcomeUnknown",
     "NotSupported",
+    "Purged",
     "Queueing",
     "Release",
     "Request",
