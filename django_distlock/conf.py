@@ -162,7 +162,7 @@ def must(fact: object, msg: str) -> None:
 
 
 def check_values(options: Any) -> None:
-    """Check the bool, float and str fields of *options*, and make times seconds; TypeError or ValueError for a wrong value."""
+    """Check the bool, float and ``str | None`` fields of *options*, and make times seconds; TypeError or ValueError for a wrong value."""
     for option in fields(options):
         value, kind = getattr(options, option.name), str(option.type)
         if kind == "bool":

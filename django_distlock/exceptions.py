@@ -118,7 +118,7 @@ class LockBackendError(LockError):
         self.causes = said
 
     def copy(self) -> LockBackendError:
-        """Return the same error for another caller, with the same cause and without a traceback."""
+        """Return a LockBackendError with the same text and cause for another caller, whose own request was not sent."""
         made = LockBackendError(self.alias, self.problem, self.causes)
         made.__cause__ = self.__cause__
         return made

@@ -98,7 +98,7 @@ class LockHandler:
             backend.close()
 
     def replace(self, alias: str, backend: BaseLockBackend) -> BaseLockBackend | None:
-        """Use *backend* for *alias*, for tests; return the one used before, or None if none was made."""
+        """Use *backend* for *alias* from now on; return the one used before, or None if none was made."""
         with self._mutex:
             before = self.made.get(alias)
             self.made[alias] = backend

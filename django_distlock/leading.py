@@ -88,7 +88,8 @@ async def alead(
         )
     if "timeout" in terms:
         raise TypeError("alead() waits until it leads; cancel its task, and leave out timeout.")
-    candidate = Lock(name, timeout=None, cancel_when_lost=True, **terms)  # type: ignore[misc]  # as above
+    given: LockTerms = {"timeout": None, "cancel_when_lost": True, **terms}
+    candidate = Lock(name, **given)
     pauses = Wait(None)
     while True:
         lease, results = None, list[_T]()

@@ -340,7 +340,8 @@ def _tell(
 def _call_site() -> tuple[str, int, str]:
     """Return file, line and module of the code that uses the lock: the decorated function, or the caller of the package."""
     frame = sys._getframe(1)  # noqa: SLF001 - as the module warnings does itself
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):
+    ours = {_PACKAGE, "contextlib"}
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         if locked := frame.f_locals.get("locked"):
             function = inspect.unwrap(locked.function)
             if code := getattr(function, "__code__", None):

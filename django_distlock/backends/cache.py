@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.core.cache import BaseCache, CacheHandler
+from django.core.cache import BaseCache, CacheHandler, caches
 from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, checked_options
@@ -118,11 +118,14 @@ class CacheBackend(BaseLockBackend):
     @classmethod
     def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
         """Return the backend for the alias; ValueError or TypeError if it cannot keep locks."""
+        name = found.options.get("cache", CacheOptions().cache)
         try:
-            chosen = _chosen(found.options.get("cache", CacheOptions().cache), found.options)
-        except ValueError:
-            # First report a misspelt option 'cache': then the default alias is not the problem.
-            checked_options(cls, found)
+            chosen = _chosen(name, found.options)
+        except ValueError as error:
+            # A misspelt option comes first, unless the problem is a wrong alias or a missing driver.
+            is_found = name in caches.settings and not isinstance(error.__cause__, ImportError)
+            if is_found or "cache" not in found.options:
+                checked_options(cls, found)
             raise
         return chosen.for_settings(found)
 

@@ -150,7 +150,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         )
         if found == value or (record := _record(found)).owner == request.owner:
             return Grant(None) if self._is_in_time(asked) or self._extend(request) else Busy()
-        may_mark = left != 0 and request.key not in self.queue.contested.wanted
+        may_mark = left != 0 and request.line not in self.queue.contested.wanted
         if may_mark and found and not found.endswith(MARK):
             # The mark tells the holder, which may never have been refused, to let other processes go first.
             with suppress(LockBackendError):
@@ -169,7 +169,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
                 return Release.TAKEN if record else Release.GONE
             if mark:
                 left = record.ends - clock.lease_time()
-                self.queue.contested.waited_for(request.key, request.ttl - left, clock.wait_time())
+                self.queue.contested.waited_for(request.line, request.ttl - left, clock.wait_time())
             if self._delete(request, MemcachedConnection.cas, b"", number, AT_ONCE):
                 return Release.RELEASED
         raise self._restless()

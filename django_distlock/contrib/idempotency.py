@@ -11,7 +11,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -268,6 +274,7 @@ class _Asked:
         terms = replace(once.terms, purpose=f"{request.method} {request.path}")
         # With the prefix and version of the cache, so that each tenant has its own lock.
         self.lock = terms.lock(f"idempotent:{once.cache}:{self.cache.make_key(digest)}")
+        self._lease: Lease | None = None
 
     def begin(self, stack: ExitStack) -> HttpResponse | Lease | None:
         """Return the stored answer, a refusal, or the lease to run the view under; None: run the view without a lock."""
@@ -276,8 +283,8 @@ class _Asked:
             # In a database cache inside a transaction, look only under the lock: the transaction may repeat its first read.
             if not self._is_in_transaction() and (answer := self._known()):
                 return answer
-            lease = stack.enter_context(self.lock)
-            return self._known() or lease  # the first request may have ended meanwhile
+            self._lease = stack.enter_context(self.lock)
+            return self._known() or self._lease  # the first request may have ended meanwhile
         except (LockNotAcquired, LockBackendError, _CacheDown) as problem:
             return self._without_lease(problem)
 
@@ -286,10 +293,14 @@ class _Asked:
         try:
             if answer := await self._aknown():
                 return answer
-            lease = await stack.enter_async_context(self.lock)
-            return await self._aknown() or lease
+            self._lease = await stack.enter_async_context(self.lock)
+            return await self._aknown() or self._lease
         except (LockNotAcquired, LockBackendError, _CacheDown) as problem:
             return self._without_lease(problem)
+
+    def releasing(self) -> AbstractContextManager[None]:
+        """Log that the lock could not be released in the block, instead of raising: the answer is there."""
+        return nullcontext() if self._lease is None else noted(self._lease)
 
     def _mark(self, stack: ExitStack | AsyncExitStack) -> None:
         """Mark the request until *stack* is closed."""
@@ -406,22 +417,21 @@ def _sync(once: _Once) -> Callable[..., Any]:
             return once.transactions.inside(args)(*args, **kwargs)
         asked = _Asked(once, args, key, once.owner(once.request_in(args)))
         with ExitStack() as stack:
-            lease = asked.begin(stack)
-            if isinstance(lease, HttpResponse):
-                return lease
-
-            def body(*args: Any, **kwargs: Any) -> Any:
-                response = rendered(once.checked(once.view(*args, **kwargs)), args)
-                asked.keep(response)
-                if lease:
-                    lease.check()  # LockLost rolls the transaction back; without one, the answer stays stored
-                return response
-
-            response = once.transactions.inside(args, body)(*args, **kwargs)
-            if lease:
-                with noted(lease):
-                    stack.close()
+            found = asked.begin(stack)
+            response = found if isinstance(found, HttpResponse) else run(asked, found, args, kwargs)
+            with asked.releasing():
+                stack.close()
             return response
+
+    def run(asked: _Asked, lease: Lease | None, args: Any, kwargs: Any) -> Any:
+        def body(*args: Any, **kwargs: Any) -> Any:
+            response = rendered(once.checked(once.view(*args, **kwargs)), args)
+            asked.keep(response)
+            if lease:
+                lease.check()  # LockLost rolls the transaction back; without one, the answer stays stored
+            return response
+
+        return once.transactions.inside(args, body)(*args, **kwargs)
 
     return of_view(once.view, call, _async(once))
 
@@ -445,15 +455,16 @@ async def _run(once: _Once, key: str, args: tuple[Any, ...], kwargs: dict[str, A
     async with AsyncExitStack() as stack:
         lease = await asked.abegin(stack)
         if isinstance(lease, HttpResponse):
-            return lease
-        response = once.checked(await once.view(*args, **kwargs))
-        if not getattr(response, "is_rendered", True):
-            response = await sync_to_async(rendered)(response, args)
-        await asked.akeep(response)
-        if lease:
-            lease.check()
-            with noted(lease):
-                await stack.aclose()
+            response: Any = lease
+        else:
+            response = once.checked(await once.view(*args, **kwargs))
+            if not getattr(response, "is_rendered", True):
+                response = await sync_to_async(rendered)(response, args)
+            await asked.akeep(response)
+            if lease:
+                lease.check()
+        with asked.releasing():
+            await stack.aclose()
         return response
 
 

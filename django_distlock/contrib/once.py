@@ -316,7 +316,10 @@ class Carried(NamedTuple):
 
 
 def packed(text: str, name: str, first: Postmark | None = None) -> str:
-    """Return the header of a message: the *text* of a lease, maybe empty, then, signed, what that text lacks."""
+    """Return the header of a message: *text*, that of a lease or empty.
+
+    A signed text follows if *text* does not have the *name*, or if there is a *first*.
+    """
     if first is not None:
         return f"{text} {signing.dumps([name, first], salt=SALT)}"
     # Workers of an earlier release can read the text alone.

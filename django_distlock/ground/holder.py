@@ -134,7 +134,9 @@ def _forget_parent() -> None:
 
 def _short(text: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"What is told of a holder is text, not {type(text).__name__}.")
+        raise TypeError(
+            f"Host, thread, task and purpose of a holder must be text, not {type(text).__name__}."
+        )
     # Not every server accepts text outside ASCII.
     return printable(text[:_LONGEST].encode("ascii", "backslashreplace").decode(), _LONGEST)
 

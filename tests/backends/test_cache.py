@@ -165,6 +165,7 @@ def test_memory_of_one_process_holds_locks_if_there_is_but_one(settings: Setting
     ("cache", "options", "problem"),
     [
         ({}, {"cache": "missing"}, "'cache' names 'missing', but CACHES has 'default', 'locks'"),
+        ({}, {"cache": "missing", "fair": True}, "'cache' names 'missing', but CACHES has"),
         ({}, {"cache": 5}, "'cache' must be a str, not 5"),
         ({"BACKEND": "no.such.Cache"}, {}, "whose BACKEND 'no.such.Cache' cannot be imported"),
         (alias("127.0.0.1:1"), {"fair": True}, "unknown OPTIONS 'fair'. It takes cache, connect"),

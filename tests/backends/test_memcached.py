@@ -24,6 +24,7 @@ from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import MemcachedConnection
 from django_distlock.engine.values import Release
 from django_distlock.testing import reset_locks
+from tests.contract.crew import start
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
@@ -409,6 +410,25 @@ def asked(using: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(pool, "ask", note_and_ask)
     return asked
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_who_releases_a_lock_that_others_wait_for_lets_them_go_first(
+    both: tuple[str, ...], name: str, limit: int | None
+) -> None:
+    here, there = both
+
+    def take() -> None:
+        with lock(name, using=there, limit=limit, timeout=20):
+            pass
+
+    with lock(name, using=here, limit=limit) as lease:
+        waiting = start(take)
+        known = backend(here)
+        eventually(lambda: known._look(lease.request)[2], what="the waiter leaves a mark")
+
+    assert lease.request.line in known.queue.contested.wanted
+    waiting.result(20)
 
 
 @pytest.mark.usefixtures("never_late")

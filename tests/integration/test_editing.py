@@ -523,6 +523,7 @@ def test_it_is_the_same_on_every_server(
     ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
     opened = fields_of(chief.get(page_of(account)))
     for _ in range(5):
+        assert ask(chief, opened, "renew").json() == {"state": "held"}
         assert ask(ada, last, "renew").json()["state"] == "busy"
     assert chief.post(page_of(account), {**opened, "name": "chief"}).status_code == 302
     assert held(account) == []

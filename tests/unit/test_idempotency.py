@@ -32,7 +32,8 @@ from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
 
 from django_distlock import LockLost, distributed_lock, force_release, respond
 from django_distlock.contrib.idempotency import LARGEST, idempotent
-from tests.contract.crew import start
+from django_distlock.signals import lock_acquired
+from tests.contract.crew import listening, start
 from tests.integration.aliases import DOWN
 from tests.unit.conftest import own_lease
 
@@ -480,6 +481,20 @@ def test_a_lost_lock_is_an_error_and_work_without_a_transaction_is_not_done_agai
     with pytest.raises(LockLost):
         view(request())
     assert content(view(request())) == (201, "paid 1")
+
+
+@pytest.mark.parametrize("view", [lose, alose], ids=["sync", "async"])
+def test_a_release_that_fails_keeps_no_answer_of_a_view_that_ran_without_the_cache(
+    view: Any,
+) -> None:
+    once = idempotent(if_down="run")(view)
+    pays = async_to_sync(once) if view is alose else once
+
+    def breaks(**_: Any) -> None:
+        BrokenCache.broken = "get"
+
+    with listening(lock_acquired, breaks):
+        assert content(pays(request())) == (201, "paid 1")
 
 
 # Servers that are down.

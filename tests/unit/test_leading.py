@@ -132,7 +132,7 @@ def test_a_function_that_only_makes_a_coroutine_is_refused() -> None:
             lead("poller", function)
     with pytest.raises(TypeError, match=r"functools.partial\(work, ...\) in place of a lambda"):
         asyncio.run(alead("poller", lambda lease: work(lease, 7)))
-    asyncio.run(alead("poller", partial(work, shop=7)))
+    asyncio.run(alead("poller", partial(work, shop=7), cancel_when_lost=True))
     assert not lock("poller").locked()
 
 

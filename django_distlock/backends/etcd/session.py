@@ -75,22 +75,24 @@ class Session:
 
     def ready(self) -> str:
         """Begin or prolong the session if needed, and return the id of its lease, with most of its time left."""
-        if not self.is_fresh(self.id):
+        if not self.is_fresh:
             try:
                 run_in(self._mutex, self._prolong_or_begin, self._options.io_timeout)
             except Taken:
                 raise NotSent(self._alias, "no session has begun in time") from None
-        return self.id
+        if lease_id := self.id:  # read once: the thread that watches the session may forget it
+            return lease_id
+        raise NotSent(self._alias, "its session has just ended")
 
     def _prolong_or_begin(self) -> None:
-        if not self.is_fresh(self.id) and not self.prolong():
+        if not self.is_fresh and not self.prolong():
             self._begin()
 
-    def is_fresh(self, lease_id: str) -> bool:
-        """Return True if the session has this lease, and more than two thirds of its time are left."""
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is a session, with more than two thirds of its time left."""
         third = self._options.session_timeout / 3
-        is_same = lease_id == self.id != ""
-        return is_same and clock.lease_time() < self._prolonged_at + third
+        return self.id != "" and clock.lease_time() < self._prolonged_at + third
 
     def prolong(self) -> bool:
         """Prolong the session to a ``session_timeout`` from now; return False if it has ended."""

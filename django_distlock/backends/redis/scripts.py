@@ -43,14 +43,6 @@ FORGOTTEN = 10.0
 #: How many waiters a script looks at: if so many died within ten seconds, those behind them are not rung, and look again.
 FIRST = 64
 
-#: Functions for the server's clock, and for numbers from and to text.
-CLOCK = """
-local clock = redis.call('TIME')
-local now = clock[1] * 1000000 + clock[2]
-local function text(number) return string.format('%.0f', number) end
-local function number(value) return tonumber(value or 0) or 0 end
-"""
-
 # Tries once to acquire the lock.
 # KEYS: record, readers, queue, alive.
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to get a position in the queue after a

@@ -325,7 +325,8 @@ class RedlockVerbs:
             name: said.get(server, "was not waited for") for server, name in enumerate(self._names)
         }
         kind = LockOutcomeUnknown if count.unsure else LockBackendError
-        problem = f"{good} of {total} Redis servers can be used, {self._most} must be"
+        why = f"{self._most} must be" if good < self._most else f"no {self._most} of them agree"
+        problem = f"{good} of {total} Redis servers can be used, {why}"
         said_by_drivers = [root_cause(error) for error in errors]
         raise kind(self._alias, problem, causes) from (
             ExceptionGroup("what the servers' drivers say", said_by_drivers) if errors else None

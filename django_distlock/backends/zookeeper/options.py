@@ -115,7 +115,7 @@ class ZooKeeperOptions:
         known = ", ".join(map(repr, _ACLS))
         msg = f"'acl' must be one of {known}, or a list of kazoo.security.ACL, not {self.acl!r}."
         must(is_acl and self.acl, msg)
-        msg = "'acl' is 'creator': without 'auth', 'sasl' or 'certfile' nobody tells who that is."
+        msg = "'acl': 'creator' needs 'auth', 'sasl' or 'certfile', by which the servers know the creator."
         must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
 
 
