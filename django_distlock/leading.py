@@ -80,7 +80,10 @@ def lead(
 async def alead(
     name: str, work: Callable[[Lease], Awaitable[_T]], **terms: Unpack[LockTerms]
 ) -> _T:
-    """Do what lead() does, and cancel *work* when its lease is lost. To stop it, cancel the task that awaits it."""
+    """Do what lead() does, and cancel *work* when its lease is lost, unless *cancel_when_lost* is False.
+
+    To stop it, cancel the task that awaits it.
+    """
     if not iscoroutinefunction(work):
         raise TypeError(
             "alead() awaits a coroutine function; write lead(...) for a function, "

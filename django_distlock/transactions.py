@@ -340,11 +340,14 @@ def _tell(
 def _call_site() -> tuple[str, int, str]:
     """Return file, line and module of the code that uses the lock: the decorated function, or the caller of the package."""
     frame = sys._getframe(1)  # noqa: SLF001 - as the module warnings does itself
-    ours = {_PACKAGE, "contextlib"}
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
+    while frame.f_back and _is_between(frame.f_globals.get("__name__", "")):
         if locked := frame.f_locals.get("locked"):
             function = inspect.unwrap(locked.function)
             if code := getattr(function, "__code__", None):
                 return code.co_filename, code.co_firstlineno, function.__module__
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
+
+
+def _is_between(module: str) -> bool:
+    return module in {_PACKAGE, "contextlib"} or module.startswith(f"{_PACKAGE}.")

@@ -433,7 +433,7 @@ ADVICE = {
     r"noperm|no permissions|permission denied|denied to user": (
         "The server refuses the command: give the user the rights that locks need."
     ),
-    r"is locked|malformed|disk i/o": "Another program uses the file, or the file is damaged.",
+    r"(database|table) is locked|image is malformed|disk i/o": "Another program uses the file, or the file is damaged.",
     r"ssl|tls|certificate": "Correct the settings for TLS, here or on the server.",
     r"resolve|name or service|translate host|getaddrinfo|unknown.*host|name resolution": (
         "Correct the name of the host in the settings."

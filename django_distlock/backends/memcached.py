@@ -150,7 +150,9 @@ class CacheMemcachedBackend(CacheKeyBackend):
         )
         if found == value or (record := _record(found)).owner == request.owner:
             return Grant(None) if self._is_in_time(asked) or self._extend(request) else Busy()
-        may_mark = left != 0 and request.line not in self.queue.contested.wanted
+        # With a higher limit, another place may be free.
+        waits = left != 0 and request.limit in {None, 1}
+        may_mark = waits and request.line not in self.queue.contested.wanted
         if may_mark and found and not found.endswith(MARK):
             # The mark tells the holder, which may never have been refused, to let other processes go first.
             with suppress(LockBackendError):

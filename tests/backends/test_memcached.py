@@ -431,6 +431,18 @@ def test_who_releases_a_lock_that_others_wait_for_lets_them_go_first(
     waiting.result(20)
 
 
+def test_who_releases_a_place_beside_a_free_one_lets_nobody_go_first(
+    both: tuple[str, ...], name: str
+) -> None:
+    here, there = both
+    with lock(name, using=here, limit=2) as lease:
+        for _ in range(20):  # some of them ask for the place that is taken first, by chance
+            with lock(name, using=there, limit=2, timeout=20):
+                pass
+
+    assert lease.request.line not in backend(here).queue.contested.wanted
+
+
 @pytest.mark.usefixtures("never_late")
 @pytest.mark.parametrize("why", ["late", "by another connection"])
 def test_who_cannot_know_the_number_looks_first(

@@ -112,6 +112,8 @@ class EtcdServer(Server[Key]):
     def put(self, node: Key, *, waits: bool) -> Steps[Any, Standing | None]:
         began = clock.lease_time()
         lease_id = yield self._session.ready
+        if not lease_id:
+            return None
         if node.lease_id != lease_id:
             self.unwatch(node)
             node.leave(lease_id)

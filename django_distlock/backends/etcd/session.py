@@ -74,15 +74,16 @@ class Session:
         return not is_present or clock.lease_time() >= self.ends
 
     def ready(self) -> str:
-        """Begin or prolong the session if needed, and return the id of its lease, with most of its time left."""
+        """Begin or prolong the session if needed, and return the id of its lease, with most of its time left.
+
+        The id is empty if the session has just ended.
+        """
         if not self.is_fresh:
             try:
                 run_in(self._mutex, self._prolong_or_begin, self._options.io_timeout)
             except Taken:
                 raise NotSent(self._alias, "no session has begun in time") from None
-        if lease_id := self.id:  # read once: the thread that watches the session may forget it
-            return lease_id
-        raise NotSent(self._alias, "its session has just ended")
+        return self.id
 
     def _prolong_or_begin(self) -> None:
         if not self.is_fresh and not self.prolong():

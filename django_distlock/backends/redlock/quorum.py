@@ -238,7 +238,11 @@ class RedlockVerbs:
             seen.setdefault((each.key, each.owner_digest), []).append(each)
         # As in probe(), servers that failed may have the same holder.
         least = self._most - len(count.failures)
-        return [self._agreed(seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= least]
+        holders: dict[str, list[Held]] = {}  # by key, what most servers say
+        for (lock, _digest), found in sorted(seen.items()):
+            if len(found) >= least and len(found) > len(holders.get(lock, ())):
+                holders[lock] = found
+        return [self._agreed(found) for found in holders.values()]
 
     def _held_on(
         self, server: int, key: str | None, is_ours: Callable[[str], bool], label: str
