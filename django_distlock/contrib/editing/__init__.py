@@ -357,20 +357,19 @@ class EditLock:
             return
         busy = LockNotAcquired(request.name)
         for _try in range(TRIES):
-            lease = Lease(self.backend, request, renew=False, release_when="at_exit")
-            try:
-                acquire(lease, 0)
-                if lease.end(State.DETACHED):
-                    return
-            except LockNotAcquired as refused:
-                busy = refused
-            except LockLost:
-                continue
+            # Look first, because Redlock may refuse an owner that it has refused before.
             editor = self.look()
-            if editor is not None and not (is_newest and editor.is_me and editor.nonce):
+            if editor is None:
+                try:
+                    if self._is_taken(request):
+                        return
+                except LockNotAcquired as refused:
+                    busy = refused
+            elif editor.is_me and editor.nonce and (is_newest or editor.nonce == self.ticket.nonce):
+                if self._is_moved(request, editor.nonce):
+                    return
+            else:
                 self.editor = editor
-                return
-            if editor is not None and self._is_moved(request, editor.nonce):
                 return
         held = Held(busy.name, request.key, busy.holder, busy.remaining, None, "")
         self.editor = _editor(held, user_key(self.request))
@@ -433,6 +432,13 @@ class EditLock:
         ttl = min(ttl, ticket.ttl)
         request = self.backend.request(ticket.name, ticket.key, ttl=ttl, holder=holder)
         return replace(request, owner=owner_of(ticket.nonce))
+
+    def _is_taken(self, request: Request) -> bool:
+        lease = Lease(self.backend, request, renew=False, release_when="at_exit")
+        with suppress(LockLost):
+            acquire(lease, 0)
+            return lease.end(State.DETACHED)
+        return False
 
     def _is_moved(self, request: Request, nonce: str) -> bool:
         return settled(partial(self.backend.take_over, request, owner_of(nonce)))
