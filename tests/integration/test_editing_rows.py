@@ -170,12 +170,27 @@ class WithoutSuper(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
 
 
 @pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Iterator[Any]:
+def register(settings: Any) -> Callable[..., None]:
+    """Registers a model, by default accounts, with an admin."""
+
+    def register(kind: type, model: type[models.Model] = Account) -> None:
+        site = admin.AdminSite()
+        site.register(model, kind)
+        settings.ROOT_URLCONF = (path("admin/", site.urls),)
+
+    return register
+
+
+@pytest.fixture
+def scans(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Any,
+    register: Callable[..., None],
+    tmp_path: Path,
+) -> Iterator[Any]:
     """The rows of Scan, in a table of their own, which the admin serves."""
     monkeypatch.setitem(apps.all_models["testproject"], "scan", Scan)
-    site = admin.AdminSite()
-    site.register(Scan, ScanAdmin)
-    settings.ROOT_URLCONF = (path("admin/", site.urls),)
+    register(ScanAdmin, Scan)
     settings.MEDIA_ROOT = tmp_path
     with connections["default"].schema_editor() as editor:
         editor.create_model(Scan)
@@ -206,22 +221,10 @@ def test_an_admin_with_a_get_form_of_its_own_is_edited(boss: Client) -> None:
     assert user.first_name == "Grace"
 
 
-@pytest.fixture
-def register(settings: Any) -> Callable[[type], None]:
-    """Registers accounts with an admin."""
-
-    def register(kind: type) -> None:
-        site = admin.AdminSite()
-        site.register(Account, kind)
-        settings.ROOT_URLCONF = (path("admin/", site.urls),)
-
-    return register
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [InAnotherClass, ByPartial, Narrowed])
 def test_the_form_of_another_get_form_is_compared_and_kept_as_it_is(
-    kind: Any, is_first: bool, account: Account, boss: Client, register: Callable[[type], None]
+    kind: Any, is_first: bool, account: Account, boss: Client, register: Callable[..., None]
 ) -> None:
     bases = (kind, EditLockMixin) if is_first else (EditLockMixin, kind)
     register(type("Admin", (*bases, admin.ModelAdmin), {}))
@@ -238,7 +241,7 @@ def test_the_form_of_another_get_form_is_compared_and_kept_as_it_is(
 
 
 def test_a_form_that_is_not_compared_is_not_saved(
-    account: Account, boss: Client, register: Callable[[type], None]
+    account: Account, boss: Client, register: Callable[..., None]
 ) -> None:
     register(WithoutSuper)
     opened = fields_of(boss.get(page_of(account)))
@@ -302,11 +305,9 @@ def test_a_relation_that_points_nowhere_is_shown_as_it_is(scans: Any, boss: Clie
 
 @pytest.mark.parametrize("field", ["name", "marks_0"])
 def test_a_list_with_a_field_of_two_inputs_is_saved(
-    scans: Any, boss: Client, monkeypatch: pytest.MonkeyPatch, settings: Any, field: str
+    scans: Any, boss: Client, register: Callable[..., None], field: str
 ) -> None:
-    site = admin.AdminSite()
-    site.register(Scan, PriceAdmin)
-    settings.ROOT_URLCONF = (path("admin/", site.urls),)
+    register(PriceAdmin, Scan)
     scans.create(name="a", marks={"amount": "3", "currency": "EUR"})
     url = reverse("admin:testproject_scan_changelist")
     listed = fields_of(boss.get(url))
@@ -329,7 +330,7 @@ def test_a_list_with_a_field_of_two_inputs_is_saved(
     ],
 )
 def test_what_a_password_field_hides_is_not_shown_beside_the_form(
-    widget: Any, account: Account, boss: Client, register: Callable[[type], None]
+    widget: Any, account: Account, boss: Client, register: Callable[..., None]
 ) -> None:
     widget.decompress = lambda value: [value]
     form = modelform_factory(Account, fields=("name",), widgets={"name": widget})
@@ -340,11 +341,11 @@ def test_what_a_password_field_hides_is_not_shown_beside_the_form(
     page = boss.post(page_of(account), {**opened, "distlock_edit": "", "name": "guessed"})
 
     [change] = page.context["distlock_edit"].changes
-    assert change.shown == editing.HIDDEN
+    assert change.shown == editing.MASKED
 
 
 def test_an_admin_that_includes_other_urls_is_served(
-    account: Account, boss: Client, register: Callable[[type], None]
+    account: Account, boss: Client, register: Callable[..., None]
 ) -> None:
     register(type("Admin", (EditLockMixin, WithTools), {}))
 

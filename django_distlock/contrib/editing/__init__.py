@@ -72,7 +72,7 @@ TRIES = 3
 #: How many rows of a relation are named for people.
 FEW = 20
 #: What people see in the place of a password.
-HIDDEN = "********"
+MASKED = "********"
 #: What the key of a user who is not logged in begins with.
 ANONYMOUS = "anonymous "
 
@@ -521,8 +521,8 @@ def parts_of(form: BaseModelForm[Any]) -> Iterator[Part]:
     for name, value in values.items():
         if not callable(value):  # such as the current time
             shown = _values_of(form.instance, name, value)
-            if _is_hidden(form.fields[name].widget):
-                shown = iter([HIDDEN])
+            if _is_masked(form.fields[name].widget):
+                shown = iter([MASKED])
             yield Part(name, str(form[name].label), compared(value), shown)
 
 
@@ -537,11 +537,11 @@ def compared(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _is_hidden(widget: Any) -> bool:
+def _is_masked(widget: Any) -> bool:
     """Return True if *widget*, or one of its inputs, shows no value to people, as that of a password."""
     is_password = getattr(widget, "input_type", "") == "password"
     is_shown = getattr(widget, "render_value", False)
-    return (is_password and not is_shown) or any(map(_is_hidden, getattr(widget, "widgets", ())))
+    return (is_password and not is_shown) or any(map(_is_masked, getattr(widget, "widgets", ())))
 
 
 def _values_of(instance: Model, name: str, value: Any) -> Iterator[Any]:
