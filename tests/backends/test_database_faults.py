@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
+    import psycopg
     from pytest_django.fixtures import Settings
 
     from django_distlock.engine.values import Request
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
 
 #: Sessions of locks whose commits wait for a standby.
 WAIT_FOR_STANDBY = (
-    "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND usename = 'distlock'"
+    "SELECT pid, application_name, now() - backend_start, now() - query_start, query FROM pg_stat_activity"
+    " WHERE wait_event = 'SyncRep' AND usename = 'distlock'"
 )
 SESSIONS = "SELECT pid FROM pg_stat_activity WHERE usename = 'distlock'"
 needs_time_limit = pytest.mark.skipif(
@@ -359,7 +361,7 @@ def test_requests_given_up_while_the_standby_is_away_count_as_connections_and_le
         assert 0 < len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= most
 
         may_cancel.set()
-        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+        no_commit_waits(admin)
 
 
 @needs_time_limit
@@ -373,7 +375,7 @@ def test_server_that_hangs_while_requests_are_given_up_ends_their_sessions_later
             may_cancel.set()
             never(lambda: "distlock-cancel" not in {each.name for each in threading.enumerate()}, 1)
 
-        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+        no_commit_waits(admin)
 
 
 @needs_time_limit
@@ -395,7 +397,7 @@ def test_request_that_the_server_reads_after_the_order_to_end_it_leaves_no_sessi
             for pid in idle:
                 os.kill(pid, signal.SIGCONT)
 
-        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 20)
+        no_commit_waits(admin, 20)
 
 
 @needs_time_limit
@@ -418,7 +420,18 @@ def test_order_to_end_a_request_that_fails_is_repeated(
         with pytest.raises(LockBackendError):
             lock(name, using="away", timeout=0, ttl=5).acquire()
         eventually(lambda: len(orders) > 1)
-        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [])
+        no_commit_waits(admin)
+
+
+def no_commit_waits(admin: psycopg.Connection[Any], seconds: float = 10) -> None:
+    """Fail, with what is known of them, if commits of locks wait for the standby all the time for *seconds*."""
+    try:
+        eventually(lambda: not admin.execute(WAIT_FOR_STANDBY).fetchall(), seconds)
+    except AssertionError:
+        threads = sorted(each.name for each in threading.enumerate())
+        pytest.fail(
+            f"{admin.execute(WAIT_FOR_STANDBY).fetchall()} wait, beside the threads {threads}"
+        )
 
 
 def has_order_to_end(pid: int) -> bool:
