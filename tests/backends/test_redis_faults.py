@@ -215,16 +215,16 @@ def signal_at(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
 def test_what_arrives_after_it_was_given_up_is_refused(
     server: Redis, proxy: Proxy, settings: Settings, name: str, verb: str
 ) -> None:
-    configure(settings, server, proxy.port, io_timeout=0.2)
+    configure(settings, server, proxy.port, io_timeout=0.8)
     Lease.attach(take("warm").detach()).release()
     text = take(name, ttl=LONG).detach() if verb == "attach" else ""
     asked = server.calls()["evalsha"]
-    proxy.delay(1.8)
+    proxy.delay(4.0)
     with pytest.raises(LockOutcomeUnknown):
         Lease.attach(text) if text else lock(name, ttl=LONG, timeout=0).acquire()
     proxy.delay(0)
 
-    eventually(lambda: server.calls()["evalsha"] >= asked + 1, 1.2, "it was given up")
+    eventually(lambda: server.calls()["evalsha"] >= asked + 1, 2.2, "it was given up")
     eventually(lambda: server.calls()["evalsha"] >= asked + 2, 5, "it arrives late")
     if text:
         Lease.attach(text).release()
