@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 #: Sessions of locks whose commits wait for a standby.
 WAIT_FOR_STANDBY = (
     "SELECT pid, application_name, now() - backend_start, now() - query_start, query FROM pg_stat_activity"
-    " WHERE wait_event = 'SyncRep' AND usename = 'distlock'"
+    " WHERE wait_event = 'SyncRep' AND usename = 'away'"
 )
-SESSIONS = "SELECT pid FROM pg_stat_activity WHERE usename = 'distlock'"
+SESSIONS = "SELECT pid FROM pg_stat_activity WHERE usename = 'away'"
 needs_time_limit = pytest.mark.skipif(
     not HAS_PSYCOPG3, reason="a request of psycopg2 has no time limit"
 )
@@ -328,12 +328,22 @@ def test_every_write_of_a_lease_waits_for_the_standby_though_the_role_does_not(
 @pytest.fixture(
     params=["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
 )
-def few(request: pytest.FixtureRequest, settings: Settings) -> str:
-    """Each kind of backend on PostgreSQL, with few connections, as the alias "away"."""
-    options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
+def few(request: pytest.FixtureRequest, settings: Settings, postgres: PostgreSQL) -> Iterator[str]:
+    """Each kind of backend on PostgreSQL, with few connections, as the alias "away".
+
+    Its database user is its own, because locks that other tests have left may still be released.
+    """
+    with postgres.admin() as admin:
+        if not admin.execute("SELECT 1 FROM pg_roles WHERE rolname = 'away'").fetchone():
+            admin.execute("CREATE ROLE away LOGIN IN ROLE distlock")
+    connections.settings["away"] = {**connections.settings["postgres"], "USER": "away"}
+    options = {"using": "away", "max_connections": 4, "io_timeout": 0.3}
     backend = f"django_distlock.backends.{request.param}"
     settings.DISTLOCK = {"away": {"BACKEND": backend, "OPTIONS": options}}
-    return str(request.param)
+    yield str(request.param)
+    locks.close()
+    connections["away"].close()
+    del connections["away"], connections.settings["away"]
 
 
 @pytest.fixture
@@ -421,6 +431,19 @@ def test_order_to_end_a_request_that_fails_is_repeated(
             lock(name, using="away", timeout=0, ttl=5).acquire()
         eventually(lambda: len(orders) > 1)
         no_commit_waits(admin)
+
+
+@needs_time_limit
+def test_row_lock_is_looked_at_and_released_without_the_standby(
+    postgres: PostgreSQL, name: str, settings: Settings
+) -> None:
+    backend = "django_distlock.backends.rowlock.RowLockBackend"
+    settings.DISTLOCK = {"rows": {"BACKEND": backend, "OPTIONS": {"using": "postgres"}}}
+    held = lock(name, using="rows", ttl=60)
+    held.acquire()
+    with standby_away(postgres):
+        held.release()
+        assert not held.locked()
 
 
 def no_commit_waits(admin: psycopg.Connection[Any], seconds: float = 10) -> None:

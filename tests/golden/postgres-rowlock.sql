@@ -10,7 +10,7 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
-PREPARE distlock_row(text) AS SELECT c.holder FROM django_distlock_methodlock AS l LEFT JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = $1;PREPARE distlock_update0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR update ;PREPARE distlock_update11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR update SKIP LOCKED;PREPARE distlock_share0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR share ;PREPARE distlock_share11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR share SKIP LOCKED;;
+SET synchronous_commit = off;PREPARE distlock_row(text) AS SELECT c.holder FROM django_distlock_methodlock AS l LEFT JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = $1;PREPARE distlock_update0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR update ;PREPARE distlock_update11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR update SKIP LOCKED;PREPARE distlock_share0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR share ;PREPARE distlock_share11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR share SKIP LOCKED;;
 SET idle_in_transaction_session_timeout = 60000;
 BEGIN; SET LOCAL application_name = 'distlock:w:HEX:HEX';  EXECUTE distlock_update11(convert_from(decode('HEX', 'hex'), 'UTF8'));
 ROLLBACK; EXECUTE distlock_row(convert_from(decode('HEX', 'hex'), 'UTF8'));
@@ -43,13 +43,13 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')
 ) AS v (name, value) ON v.name = s.name;
 SET client_connection_check_interval = '200ms';
-PREPARE distlock_row(text) AS SELECT c.holder FROM django_distlock_methodlock AS l LEFT JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = $1;PREPARE distlock_update0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR update ;PREPARE distlock_update11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR update SKIP LOCKED;PREPARE distlock_share0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR share ;PREPARE distlock_share11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR share SKIP LOCKED;;
+SET synchronous_commit = off;PREPARE distlock_row(text) AS SELECT c.holder FROM django_distlock_methodlock AS l LEFT JOIN django_distlock_fencingcounter AS c ON c.method_name = l.method_name WHERE l.method_name = $1;PREPARE distlock_update0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR update ;PREPARE distlock_update11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR update SKIP LOCKED;PREPARE distlock_share0(text) AS SELECT set_config('statement_timeout', '0', true) FROM django_distlock_methodlock WHERE method_name = $1 FOR share ;PREPARE distlock_share11(text) AS SELECT 1 FROM django_distlock_methodlock WHERE method_name = $1 FOR share SKIP LOCKED;;
 SET idle_in_transaction_session_timeout = 60000;
 BEGIN; SET LOCAL application_name = 'distlock:w:HEX:HEX';  EXECUTE distlock_update11(convert_from(decode('HEX', 'hex'), 'UTF8'));
 ROLLBACK; EXECUTE distlock_row(convert_from(decode('HEX', 'hex'), 'UTF8'));
 
 -- probe
-SELECT 1 FROM django_distlock_methodlock WHERE method_name = %(key)s FOR UPDATE SKIP LOCKED;
+SELECT set_config('synchronous_commit', 'off', true) FROM django_distlock_methodlock WHERE method_name = %(key)s FOR UPDATE SKIP LOCKED;
 SELECT 1 FROM django_distlock_methodlock WHERE method_name = %(key)s;
 SELECT holder FROM django_distlock_fencingcounter WHERE method_name = %(key)s;
 

@@ -82,6 +82,8 @@ UNLIMITED = "set_config('statement_timeout', %s, true)"
 # The next statement of the same request: one row if the lock was granted. A timeout that fires just after the grant
 # ends this statement, and not the first statement of the new holder.
 _IS_LOCKED = "SELECT 1 WHERE current_setting('statement_timeout') = '0'"
+# A session commits nothing that must last: without this, a release would wait for the disk and for a synchronous standby.
+_NOTHING_LASTS = "SET synchronous_commit = off;"
 # Prepared once for each session: the reads of the last holder, and the locking of the row, with or without a wait.
 _PREPARE_ROWS = (
     f"PREPARE distlock_row(text) AS SELECT c.holder FROM {LOCK} AS l LEFT JOIN {COUNTER} AS c"
@@ -93,6 +95,10 @@ _PREPARE_ROWS = (
     )
 )
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
+# The server counts the locking of a row as a write.
+_LOOK = f"""
+SELECT set_config('synchronous_commit', 'off', true) FROM {LOCK} WHERE method_name = %(key)s FOR UPDATE SKIP LOCKED
+"""
 
 
 def _both(statement: str) -> dict[bool, str]:
@@ -206,7 +212,7 @@ class PostgreSQLRows(PostgreSQLSessions):
     def begin(self, connection: Any) -> None:
         super().begin(connection)
         with connection.wrap_database_errors:
-            connection.distlock_cursor.execute(_PREPARE_ROWS)
+            connection.distlock_cursor.execute(_NOTHING_LASTS + _PREPARE_ROWS)
 
     def take(
         self, session: DatabaseSession, patience: float, wait: Wait | None = None
@@ -241,7 +247,7 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     def is_held(self, cursor: Any, key: str) -> bool:
         """Return True if the row is locked: then SKIP LOCKED finds no row."""
-        cursor.execute(f"{_SELECT} FOR UPDATE SKIP LOCKED", {"key": key})
+        cursor.execute(_LOOK, {"key": key})
         if cursor.fetchone() is not None:
             return False
         cursor.execute(_SELECT, {"key": key})
