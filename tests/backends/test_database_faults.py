@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import OperationalError, connections, transaction
+from django.db.models import F
 
 from django_distlock import (
     LockBackendError,
@@ -433,17 +434,71 @@ def test_order_to_end_a_request_that_fails_is_repeated(
         no_commit_waits(admin)
 
 
+@pytest.fixture
+def patient(settings: Settings, postgres: PostgreSQL) -> None:
+    """Each kind of backend on PostgreSQL, patient with a busy machine: "rows", "advisory" and "leases"."""
+    kinds = {
+        "rows": "rowlock.RowLockBackend",
+        "advisory": "advisory.AdvisoryBackend",
+        "leases": "database.DatabaseBackend",
+    }
+    settings.DISTLOCK = {
+        alias: {
+            "BACKEND": f"django_distlock.backends.{kind}",
+            "OPTIONS": {"using": "postgres", "io_timeout": 4.0},
+        }
+        for alias, kind in kinds.items()
+    }
+
+
 @needs_time_limit
+@pytest.mark.usefixtures("patient")
 def test_row_lock_is_looked_at_and_released_without_the_standby(
-    postgres: PostgreSQL, name: str, settings: Settings
+    postgres: PostgreSQL, name: str
 ) -> None:
-    backend = "django_distlock.backends.rowlock.RowLockBackend"
-    settings.DISTLOCK = {"rows": {"BACKEND": backend, "OPTIONS": {"using": "postgres"}}}
     held = lock(name, using="rows", ttl=60)
     held.acquire()
     with standby_away(postgres):
         held.release()
         assert not held.locked()
+
+        # The token of the next holder must last, also on the connection that has looked.
+        with pytest.raises(LockBackendError):
+            held.acquire()
+
+
+@needs_time_limit
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("using", ["rows", "advisory"])
+def test_a_list_of_locks_forgets_dead_readers_without_the_standby(
+    postgres: PostgreSQL, name: str, using: str
+) -> None:
+    readers = FencingCounter.objects.using("postgres").filter(method_name__startswith="reader|")
+    before = readers.count()
+    for number in range(3):
+        lock(f"{name}:{number}", using=using, ttl=60, shared=True).acquire()
+    assert readers.count() == before + 3
+    kill_all_sessions("postgres")
+    with standby_away(postgres):
+        assert not [each for each in locks[using].held() if each.name.startswith(name)]
+    assert readers.count() <= before
+
+
+@needs_time_limit
+@pytest.mark.usefixtures("patient")
+def test_what_is_no_lease_needs_no_standby(postgres: PostgreSQL, name: str) -> None:
+    locked = backend("leases")
+    with lock(name, using="leases", ttl=60):
+        waiting = locked.request(name, ttl=60, holder=Holder.current())
+        locked.enqueue(waiting, ThreadBell())
+        position = LockWaiter.objects.using("postgres").filter(owner=waiting.waiter)
+        position.update(expires_at=F("expires_at") - timedelta(seconds=PATIENCE))
+        with standby_away(postgres):
+            assert isinstance(locked.try_acquire(waiting, queued=True), Busy)
+            locked.dequeue(waiting)
+        assert not position.exists()
+    with standby_away(postgres):
+        assert not locked._insist(locked.dialect.is_guarded, waiting.key)
 
 
 def no_commit_waits(admin: psycopg.Connection[Any], seconds: float = 10) -> None:

@@ -125,6 +125,8 @@ class Dialect(ABC):
     on_enqueue: ClassVar[str] = (
         "ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket"
     )
+    #: The last clause of a deletion that may be lost: it waits neither for the disk nor for a standby.
+    on_tidying: ClassVar[str] = ""
     #: How guard() locks the row of a token.
     guard_lock: ClassVar[str] = "FOR UPDATE"
     #: Shortest and longest pause in seconds between two looks of a Watcher; None: no Watcher.
@@ -138,7 +140,7 @@ class Dialect(ABC):
         self.take_over_sql = self.sql(_TAKE_OVER)
         self.probe_sql = self.sql(_PROBE)
         self.enqueue_sql = self.sql(_ENQUEUE + self.on_enqueue)
-        self.dequeue_sql = self.sql(_DEQUEUE)
+        self.dequeue_sql = self.sql(_DEQUEUE + self.on_tidying)
         self.look_at_sql = self.sql(_LOOK_AT)
         self.keep_position_sql = self.sql(_KEEP_POSITION)
 
@@ -280,6 +282,7 @@ class Dialect(ABC):
                     statement = f"SELECT id FROM {table} WHERE method_name = %(key)s {nowait}"
                     cursor.execute(statement, {"key": key})
                     has_row = True
+                cursor.db.rollback()  # a commit of locked rows would wait for the disk and for a standby
         except DatabaseError as error:
             if not self.is_contention(error):
                 raise

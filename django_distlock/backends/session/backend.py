@@ -151,7 +151,7 @@ class SessionBackend(BaseDatabaseBackend):
         if request.shared and self.supports_listing:
             keys = [reader_key(request.key, session.owner_digest)]
             with suppress(LockBackendError):  # else a listing deletes the row
-                self._insist(occupants.forget_readers, keys)
+                self._insist(occupants.forget_readers, self.dialect, keys)
         return Release.RELEASED if is_freed else Release.GONE
 
     def probe(self, request: Request) -> Busy | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from django.db.backends.utils import CursorWrapper
 
+    from django_distlock.backends.database.dialect import Dialect
+
     from .sessions import SessionServer
 
 #: The prefix of readers' keys; no other kind of lock has it.
@@ -125,10 +127,11 @@ def busy(occupant: Occupant | None) -> Busy:
     return Busy(occupant.holder if occupant else None)
 
 
-def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:
+def forget_readers(cursor: CursorWrapper, dialect: Dialect, keys: Collection[str]) -> None:
     """Delete the rows of readers with these *keys*."""
+    statement = f"DELETE FROM {COUNTER} WHERE method_name = %(key)s{dialect.on_tidying}"
     for key in keys:
-        cursor.execute(f"DELETE FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
+        cursor.execute(statement, {"key": key})
 
 
 def held(
@@ -140,7 +143,8 @@ def held(
     known = _locks(cursor, server, one, keys, keeps)
     found = list(server.held(cursor, known))
     noted = {reader_key(key, reader) for key, lock in known.items() for reader in lock.readers}
-    forget_readers(cursor, noted - {reader_key(one.key, one.owner_digest) for one in found})
+    dead = noted - {reader_key(one.key, one.owner_digest) for one in found}
+    forget_readers(cursor, server.dialect, dead)
     return found
 
 
