@@ -62,8 +62,15 @@ class override_locks(override_settings):  # noqa: N801 - as Django's override_se
         self.options = {"DISTLOCK": self._aliases()}
         super().enable()
 
-    def _aliases(self) -> dict[str, Any]:
-        written: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
+    def save_options(self, test_func: Any) -> None:
+        """Override the settings that other decorators, or its base class, give to the class *test_func*."""
+        overridden = test_func._overridden_settings  # noqa: SLF001 - of Django
+        self.options = {"DISTLOCK": self._aliases(overridden)}
+        super().save_options(test_func)
+
+    def _aliases(self, overridden: dict[str, Any] | None = None) -> dict[str, Any]:
+        now: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
+        written: dict[str, Any] = (overridden or {}).get("DISTLOCK", now)
         return {
             alias: {key: terms[key] for key in terms.keys() & _TERMS} | self._instead
             for alias, given in written.items()

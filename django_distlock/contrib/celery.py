@@ -39,6 +39,7 @@ from .once import (
     checked_task,
     free,
     free_text,
+    freed_by_errors,
     is_decorated,
     packed,
     refuse_event_loop,
@@ -149,8 +150,9 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         or eta with debounce.
         """
         headers, task_id = options.pop("headers", None) or {}, task_id or uuid()
-        name = self._name_for(args or (), kwargs or {}, task_id)
         lease, text, first = None, unpacked(headers.get(HEADER, "")).text, None
+        with freed_by_errors(text):
+            name = self._name_for(args or (), kwargs or {}, task_id)
         if not text:
             options, first = self._debounced(task_id, options)
             try:

@@ -53,7 +53,7 @@ from django_distlock.exceptions import DOCS, LockBackendError, LockError, LockNo
 from django_distlock.ground.naming import title_of, warn
 from django_distlock.handler import declared
 from django_distlock.lock import Terms
-from django_distlock.transactions import call_at_end, still_open
+from django_distlock.transactions import call_at_end, call_at_rollback, still_open
 
 from .cache import noted
 
@@ -369,7 +369,10 @@ class _Asked:
         if not open_ones:
             store(True)
         elif not self._is_in_transaction():
-            call_at_end(open_ones, store)
+            undone: list[bool] = []
+            # Also an inner atomic() block, whose work is undone although the transaction is committed.
+            call_at_rollback(lambda: undone.append(True))
+            call_at_end(open_ones, lambda is_committed: store(is_committed and not undone))
         elif not self._add(kept):
             # The answer is committed with the work, or both are rolled back.
             msg = f"The answer of {self._once.title}() could not be stored with its work, which is rolled back."

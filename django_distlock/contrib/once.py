@@ -351,6 +351,17 @@ def free_text(text: str) -> None:
         _release_later(text, problem.alias)
 
 
+@contextmanager
+def freed_by_errors(text: object) -> Iterator[None]:
+    """If the block raises, release the lease in *text*, if it is one."""
+    try:
+        yield
+    except BaseException:
+        if text and isinstance(text, str):
+            free_text(text)
+        raise
+
+
 def _release(text: str) -> None:
     with suppress(LockLost, BadSignature):
         Lease.attach(text).release()

@@ -31,6 +31,7 @@ from .once import (
     checked_lease,
     free,
     free_text,
+    freed_by_errors,
     is_decorated,
     packed,
     refuse_event_loop,
@@ -147,8 +148,9 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         An argument *distlock* with the text of ``Lease.detach()`` gives the caller's lease to the task.
         """
         once, handed = _once(self), kwargs.pop(HEADER, None)
-        name = once.name_for(args, kwargs)
-        lock = once.terms(self.module_path, timeout=0, reentrant=False).lock(name)
+        with freed_by_errors(handed):
+            name = once.name_for(args, kwargs)
+            lock = once.terms(self.module_path, timeout=0, reentrant=False).lock(name)
         if handed is not None:
             carried = packed(handed, name)
             return _send_or_free(self, partial(free_text, handed), carried, args, kwargs)

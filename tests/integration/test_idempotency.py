@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -197,6 +198,16 @@ def test_in_a_table_it_is_committed_with_the_work(page: str, account: Account) -
 
     assert "Idempotency-Replayed" not in post(page, account)
     assert post(page, account)["Idempotency-Replayed"] == "true"
+    assert fees(account) == 1
+
+
+def test_the_answer_is_not_kept_of_work_that_an_inner_block_rolls_back(account: Account) -> None:
+    with transaction.atomic(), suppress(LookupError), transaction.atomic():
+        assert post("function", account).status_code == 200
+        raise LookupError
+    assert fees(account) == 0
+
+    assert "Idempotency-Replayed" not in post("function", account)
     assert fees(account) == 1
 
 

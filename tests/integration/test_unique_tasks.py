@@ -155,6 +155,15 @@ def test_a_lock_that_no_such_task_holds_is_no_silence(diary: Diary) -> None:
     assert caught.value.holder.pid == os.getpid()
 
 
+def test_a_lease_handed_over_with_wrong_arguments_is_freed(diary: Diary) -> None:
+    headers = handover(taken(f"once:{diary.page}", using="redis"), 60)
+
+    with pytest.raises(ValueError, match="None"):
+        unique_tasks.once.apply_async((None,), headers=headers)
+
+    assert is_free(diary)
+
+
 @pytest.mark.parametrize("is_handed", [False, True])
 @pytest.mark.parametrize("down", [[], ["abandon", "take_over"]], ids=["", "its server is down too"])
 def test_a_task_that_could_not_be_sent_is_free(

@@ -519,6 +519,18 @@ def test_a_lease_is_handed_over(task: Any) -> None:
     assert not lock("once:7").locked()
 
 
+@pytest.mark.parametrize(("args", "kind"), [((), TypeError), ((None,), ValueError)])
+def test_a_lease_handed_over_with_wrong_arguments_is_freed(
+    args: tuple[Any, ...], kind: type[Exception]
+) -> None:
+    text = handed_over("once:7")
+
+    with pytest.raises(kind):
+        once.enqueue(*args, distlock=text)
+
+    assert not lock("once:7").locked()
+
+
 @pytest.mark.parametrize("task", [once, aonce])
 def test_the_lease_of_another_lock_is_refused_and_freed(task: Any) -> None:
     [error] = task.enqueue(7, distlock=handed_over("other")).errors

@@ -145,6 +145,24 @@ class TestOverrides(SimpleTestCase):
             assert lease.ttl == 5
 
 
+@override_settings(DISTLOCK={"default": MEMORY, "reports": {**MEMORY, "TTL": 5}})
+class SettingsOfTests(SimpleTestCase):
+    """The base class of tests, with their settings."""
+
+
+@override_locks(busy=True)
+class TestOverridesOfClass(SettingsOfTests):
+    def test_a_class_has_the_aliases_of_its_base(self) -> None:
+        assert lock("a", using="reports", timeout=0).acquire() is None
+
+
+@override_locks(busy=True)
+@override_settings(DISTLOCK={"default": MEMORY, "reports": {**MEMORY, "TTL": 5}})
+class TestOverridesBeside(SimpleTestCase):
+    def test_a_class_has_the_aliases_of_its_other_decorator(self) -> None:
+        assert lock("a", using="reports", timeout=0).acquire() is None
+
+
 def test_names_are_told_however_they_are_written() -> None:
     for name in ("a\nb", "e\u0301"):
         with lock(name, limit=2):
