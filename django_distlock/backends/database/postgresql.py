@@ -62,8 +62,8 @@ _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
 _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
     THEN 'on' ELSE current_setting('synchronous_commit') END, {})"""
 
-# For a write that may be lost, if its transaction has no other: it waits neither for the disk nor for a standby.
-_MAY_BE_LOST = "RETURNING set_config('synchronous_commit', 'off', true)"
+#: For a write that may be lost, if its transaction has no other: it waits neither for the disk nor for a standby.
+MAY_BE_LOST = "set_config('synchronous_commit', 'off', true)"
 
 # Acquires the lock for %(owner)s if it is free for this owner, and raises the fencing token.
 #
@@ -124,7 +124,7 @@ _QUEUE = f""", gone AS (
     UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
     WHERE owner = %(position)s AND NOT EXISTS (SELECT FROM granted)
         AND expires_at < {_AFTER.format(PATIENCE / 2)}
-    {_MAY_BE_LOST}
+    RETURNING {MAY_BE_LOST}
 )"""
 
 # Notifies the first valid waiter. Without a waiter there is no NOTIFY, which would lock the whole server at
@@ -268,7 +268,7 @@ class PostgreSQL(Dialect):
     looks_before_retry = False
     now, after, later, left = "clock_timestamp()", _AFTER, _LATER, _LEFT
     on_release = f"{Dialect.on_release}, ({RING_NEXT}), {_DURABLE.format('true')}"
-    on_tidying = f" {_MAY_BE_LOST}"
+    on_tidying = f" RETURNING {MAY_BE_LOST}"
     guard_lock = "FOR SHARE"
 
     def __init__(self, *, fair: bool) -> None:

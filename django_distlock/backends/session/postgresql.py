@@ -14,7 +14,12 @@ from django.db.utils import OperationalError
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.dialect import COUNTER, CREATE, LOCK
-from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL, sqlstate
+from django_distlock.backends.database.postgresql import (
+    MAY_BE_LOST,
+    MICROSECONDS,
+    PostgreSQL,
+    sqlstate,
+)
 from django_distlock.engine.values import Busy, Grant, digest
 from django_distlock.exceptions import DOCS
 from django_distlock.ground.naming import stored
@@ -96,9 +101,7 @@ _PREPARE_ROWS = (
 )
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 # The server counts the locking of a row as a write.
-_LOOK = f"""
-SELECT set_config('synchronous_commit', 'off', true) FROM {LOCK} WHERE method_name = %(key)s FOR UPDATE SKIP LOCKED
-"""
+_LOOK = f"SELECT {MAY_BE_LOST} FROM {LOCK} WHERE method_name = %(key)s FOR UPDATE SKIP LOCKED"
 
 
 def _both(statement: str) -> dict[bool, str]:
