@@ -120,7 +120,7 @@ def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bo
 def _pause_after(error: BaseException, lease: Lease | None, pauses: Wait) -> float:
     """Return the seconds to wait after *error*; raise *error* if the work raised it, unless it is the loss of *lease*."""
     if lease is not None:
-        is_loss = isinstance(error, LockNotHeld) and lease.lost
+        is_loss = isinstance(error, LockNotHeld) and error.name == lease.name and lease.lost
         if not is_loss and not is_loss_in_group(error, lease):
             raise error
     # In tests with a lock that is busy for everybody, LockNotAcquired comes at once.

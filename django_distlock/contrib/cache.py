@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from asgiref.sync import iscoroutinefunction
 from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 
 from django_distlock.conf import DEFAULT_ALIAS, seconds
+from django_distlock.decorators import refuse_unfinished
 from django_distlock.engine.acquisition import check_asyncio
 from django_distlock.exceptions import LockBackendError, LockError, LockNotAcquired
 from django_distlock.lock import Lock
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _Copy = TypeVar("_Copy", bound=tuple[Any, float])
+
+#: The last part of what is stored; it tells that from the values of other code.
+_MARK: Final = "django_distlock"
 
 
 def get_or_compute(
@@ -81,6 +86,7 @@ def _computed(entry: _Entry, key: str, compute: Callable[[], _T], lease: Lease |
     if fresh := _fresh(latest):  # somebody has just computed it
         return fresh[0]
     value = compute()
+    refuse_unfinished(value, "The function of get_or_compute", "return the value itself")
     if lease is None or lease.held:
         entry.cache.set(key, *entry.to_store(value))
     return value
@@ -114,7 +120,12 @@ async def aget_or_compute(
         latest: tuple[_T, float] | None = _known(await entry.cache.aget(key))
         if fresh := _fresh(latest):
             return fresh[0]
-        value = await compute()
+        computing = compute()
+        if not inspect.isawaitable(computing):
+            raise TypeError(
+                "aget_or_compute() awaits a coroutine function; write get_or_compute(...)."
+            )
+        value = await computing
         if lease is None or lease.held:
             await entry.cache.aset(key, *entry.to_store(value))
         return value
@@ -160,16 +171,16 @@ class _Entry:
             raise problem
         return copy
 
-    def to_store(self, value: object) -> tuple[tuple[object, float], float]:
+    def to_store(self, value: object) -> tuple[tuple[object, float, str], float]:
         """Return what to store for *value*, and for how many seconds."""
         # Some caches cut fractions of a second.
-        return (value, time.time() + self._timeout), math.ceil(self._timeout + self._stale)
+        return (value, time.time() + self._timeout, _MARK), math.ceil(self._timeout + self._stale)
 
 
 def _known(stored: object) -> tuple[Any, float] | None:
     """Return *stored* if to_store() made it; None for anything else, such as a value of ``cache.set()``."""
-    match stored:
-        case (value, float() as until):  # some serializers turn the tuple into a list
+    match stored:  # some serializers turn the tuple into a list
+        case (value, float() as until, mark) if mark == _MARK:
             return value, until
     return None
 

@@ -352,12 +352,12 @@ def free_text(text: str) -> None:
 
 
 @contextmanager
-def freed_by_errors(text: object) -> Iterator[None]:
-    """If the block raises, release the lease in *text*, if it is one."""
+def freed_by_errors(text: str | None) -> Iterator[None]:
+    """If the block raises, release the lease in *text*, if there is one."""
     try:
         yield
     except BaseException:
-        if text and isinstance(text, str):
+        if text:
             free_text(text)
         raise
 

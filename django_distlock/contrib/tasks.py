@@ -148,6 +148,9 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         An argument *distlock* with the text of ``Lease.detach()`` gives the caller's lease to the task.
         """
         once, handed = _once(self), kwargs.pop(HEADER, None)
+        if handed is not None and not isinstance(handed, str):
+            msg = f"distlock must be the text of Lease.detach(), not {type(handed).__name__}."
+            raise TypeError(msg)
         with freed_by_errors(handed):
             name = once.name_for(args, kwargs)
             lock = once.terms(self.module_path, timeout=0, reentrant=False).lock(name)

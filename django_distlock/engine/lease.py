@@ -140,7 +140,7 @@ class Lease(Holding):
     def detach(self, ttl: float | timedelta | None = None) -> str:
         """Hand the lock to another process: return a text for its ``Lease.attach()``.
 
-        The lease is extended a last time, to *ttl* seconds (its own by default), so that the text can
+        The lease is extended a last time, to at least *ttl* seconds (its own by default), so that the text can
         reach the other process, which renews the lease with the lease's own ttl. The text is as secret as a
         password: anybody with it can hold the lock. In this process, the lease has ended.
 

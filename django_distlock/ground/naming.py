@@ -184,7 +184,13 @@ class NameTemplate:
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
         """Raise ValueError for bad syntax, and for a field that *function* cannot fill."""
         self.text, self._title = checked_name(text), title_of(function)
-        self._parts = [*string.Formatter().parse(self.text)]
+        try:
+            self._parts = [*string.Formatter().parse(self.text)]
+        except ValueError as error:
+            raise ValueError(
+                f"The lock name {self.text!r} has a field that cannot be read: {error}; "
+                "for a brace of the name itself write {{ or }}."
+            ) from None
         self._has_fields = any(field is not None for _, field, _, _ in self._parts)
         self._signature = signature_of(function) if self._has_fields else inspect.Signature()
         parameters = self._signature.parameters

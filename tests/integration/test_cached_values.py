@@ -63,7 +63,11 @@ def get(request: pytest.FixtureRequest, key: str) -> Get:
 
 
 def put_old(key: str) -> None:
-    caches[CACHE].set(key, ("old", 0.0), 60)
+    put(key, "old", until=0.0)
+
+
+def put(key: str, value: str, until: float = 1e12) -> None:
+    caches[CACHE].set(key, (value, until, "django_distlock"), 60)
 
 
 def name_of(key: str) -> str:
@@ -142,7 +146,7 @@ def test_without_an_old_value_a_busy_lock_is_told_after_the_wait(get: Get, key: 
 def test_what_others_have_stored_meanwhile_is_not_computed(get: Get, key: str) -> None:
     with held_in_thread(lock(name_of(key), using=USING)):
         waiter = start(lambda: get(unwanted))
-        caches[CACHE].set(key, ("of another", 1e12), 60)
+        put(key, "of another")
 
     assert waiter.result(20) == "of another"
 
@@ -151,7 +155,7 @@ def test_what_is_stored_when_the_wait_is_over_is_taken(get: Get, key: str) -> No
     with held_in_thread(lock(name_of(key), using=USING)):
         waiter = start(lambda: get(unwanted, wait=2))
         eventually(lambda: waiting_for(locks[USING], name_of(key)))
-        caches[CACHE].set(key, ("of another", 1e12), 60)
+        put(key, "of another")
         assert waiter.result(20) == "of another"
 
 
@@ -166,7 +170,7 @@ def test_inside_a_transaction_the_lock_is_free_as_soon_as_the_value_is_stored(
         assert not lock(name_of(key), using=USING).locked()
 
 
-@pytest.mark.parametrize("stored", [7, "ab", (1, 2), (1, 2.0, 3)])
+@pytest.mark.parametrize("stored", [7, "ab", (1, 2), ("of another", 1e12), (1, 1e12, 3)])
 def test_what_others_have_stored_counts_as_missing(get: Get, key: str, stored: object) -> None:
     caches[CACHE].set(key, stored, 60)
 
@@ -269,3 +273,22 @@ def test_a_coroutine_function_is_refused_where_none_is_awaited(key: str) -> None
 
     with pytest.raises(TypeError, match="await aget_or_compute"):
         get_or_compute(key, compute, timeout=60, stale=60)  # type: ignore[unused-coroutine]  # refused
+
+
+def test_what_would_run_after_the_lock_is_refused_and_not_stored(key: str) -> None:
+    async def wait(seconds: int) -> None: ...
+
+    for compute in (lambda: wait(1), lambda: (row for row in "ab")):
+        with pytest.raises(TypeError, match="return the value itself"):
+            get_or_compute(key, compute, **WORDS)
+    assert caches[CACHE].get(key) is None
+    assert not lock(name_of(key), using=USING).locked()
+
+
+def test_a_function_that_cannot_be_awaited_is_refused(key: str) -> None:
+    def compute() -> Any:
+        return "new"
+
+    with pytest.raises(TypeError, match=r"write get_or_compute\("):
+        asyncio.run(aget_or_compute(key, compute, **WORDS))
+    assert caches[CACHE].get(key) is None

@@ -93,6 +93,15 @@ def test_the_lock_of_an_alias_serves_as_well(pods: Pods) -> None:
     assert not (pods.folder / f"{pods.databases['default']['NAME']}.migrate-lock").exists()
 
 
+def test_an_unknown_alias_is_told_though_there_is_nothing_to_migrate(pods: Pods) -> None:
+    pods.let_go()
+    assert pods.migrate().wait(60) == 0
+
+    unknown = pods.migrate("--using", "nowhere")
+    assert unknown.wait(60) == WRONG_ARGUMENTS
+    assert "DISTLOCK has no alias 'nowhere'" in pods.output(unknown)
+
+
 def test_a_lock_that_a_migration_does_not_get_is_its_own_error(pods: Pods) -> None:
     (pods.folder / "busy").touch()
     pods.let_go()

@@ -531,6 +531,13 @@ def test_a_lease_handed_over_with_wrong_arguments_is_freed(
     assert not lock("once:7").locked()
 
 
+def test_a_lease_in_place_of_its_text_is_refused_and_stays_held() -> None:
+    with lock("once:7") as lease:
+        with pytest.raises(TypeError, match=r"the text of Lease\.detach\(\), not Lease"):
+            once.enqueue(7, distlock=lease)
+        assert lease.held
+
+
 @pytest.mark.parametrize("task", [once, aonce])
 def test_the_lease_of_another_lock_is_refused_and_freed(task: Any) -> None:
     [error] = task.enqueue(7, distlock=handed_over("other")).errors

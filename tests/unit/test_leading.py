@@ -121,6 +121,23 @@ def test_an_error_of_the_work_comes_out(error: Exception) -> None:
     assert not lock("poller").locked()
 
 
+def test_the_loss_of_another_lock_comes_out_though_this_one_is_lost_too() -> None:
+    def work(lease: Lease) -> None:
+        eventually(lambda: lease.lost)
+        raise LockLost("b", "it is")
+
+    with pytest.raises(LockLost, match="'b'"):
+        lead("poller", work, ttl=0.3, renew=False)
+
+    async def awork(lease: Lease) -> None:
+        with suppress(asyncio.CancelledError):
+            await watch(lease)
+        raise LockLost("b", "it is")
+
+    with pytest.raises(LockLost, match="'b'"):
+        asyncio.run(alead("poller", awork, ttl=0.3, renew=False))
+
+
 def test_a_function_that_only_makes_a_coroutine_is_refused() -> None:
     async def work(lease: Lease, shop: int) -> None: ...
 

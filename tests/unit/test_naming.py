@@ -161,6 +161,12 @@ def test_fields_reach_attributes_and_formats() -> None:
     assert _template("{account.pk:04d}-{month:02d}", charge)(account) == "0007-05"
 
 
+@pytest.mark.parametrize("name", ["fee:{account_id", "fee:}", "fee:{"])
+def test_a_brace_that_is_not_of_a_field_is_refused_with_the_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{re.escape(name)}'.*write {{{{ or }}}}"):
+        _template(name, charge)
+
+
 @pytest.mark.parametrize(
     "field",
     [

@@ -103,6 +103,8 @@ class Command(LockCommand, Migrate):
         if options["plan"] or options["check_unapplied"] or tests_run():
             run()
             return
+        if using is not None:
+            _check_alias(using)
         is_to_do = partial(self._is_to_do, *args, **options)
         if is_to_do():
             database, tells = connections[options["database"]], options["verbosity"] > 0
@@ -191,6 +193,14 @@ class Command(LockCommand, Migrate):
             if not database.in_atomic_block:
                 database.close()  # a server may close connections that are idle for so long
             time.sleep(wait.next_pause(longest=LONGEST_PAUSE))
+
+
+def _check_alias(using: str) -> None:
+    """Raise CommandError for an alias that is wrong, also while there is nothing to migrate."""
+    try:
+        locks[using].check_key()
+    except InvalidLockBackend as error:
+        raise command_error(error) from error
 
 
 @contextmanager
