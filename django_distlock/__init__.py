@@ -71,11 +71,14 @@ __all__ = [
 
 #: Names that are looked for here, by the submodule that has them.
 _ELSEWHERE = {
+    "admin": ("ObjectLocksMixin",),
     "backends": ("BaseLockBackend",),
+    "contrib.cache": ("aget_or_compute", "get_or_compute"),
     "contrib.celery": ("attached", "handover", "unique_task"),
     "contrib.debug_toolbar": ("LocksPanel",),
     "contrib.editing": ("EditLock", "edit_lock", "edit_lock_view"),
     "contrib.editing.admin": ("EditLockMixin",),
+    "contrib.health_check": ("Locks",),
     "contrib.idempotency": ("idempotent",),
     "contrib.opentelemetry": ("instrument", "uninstrument"),
     "contrib.tasks": ("unique_task",),

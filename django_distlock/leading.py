@@ -102,7 +102,7 @@ async def alead(
                 results.append(await work(lease))
                 if lease.lost:  # as above
                     lease.check()
-        except (LockNotAcquired, LockNotHeld, LockBackendError) as error:
+        except (LockNotAcquired, LockNotHeld, LockBackendError, BaseExceptionGroup) as error:
             if not _is_kept(results, error, lease):
                 await asyncio.sleep(_pause_after(error, lease, pauses))
                 continue

@@ -99,8 +99,8 @@ class LockSet:
             for _, lease, entries in acquired or self._last_acquired(current_caller())[0]:
                 lease.finish_leaving(entries)
             raise
-        for error in missing:
-            raise error
+        if missing:
+            raise missing[0]
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
@@ -113,8 +113,8 @@ class LockSet:
             for lock, lease, _ in acquired:
                 lock.forget(lease)
                 stack.push_async_callback(lease.arelease)
-        for error in missing:
-            raise error
+        if missing:
+            raise missing[0]
 
     def _last_acquired(self, caller: Caller) -> tuple[list[_Acquired], list[LockNotHeld]]:
         """Return the leases that *caller* acquired last, and an error for each lock that it does not hold."""

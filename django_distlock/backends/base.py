@@ -263,7 +263,7 @@ class BaseLockBackend(ABC):
         prefix = self.key_prefix()
         if not isinstance(prefix, str):
             function = title_of(self.key_prefix)
-            raise InvalidLockBackend(
+            raise KeyFunctionFailed(
                 f"DISTLOCK[{self.alias!r}]: KEY_PREFIX is the function {function}(), which must return a str, not {prefix!r}."
             )
         return prefix

@@ -142,20 +142,29 @@ def whole_seconds(ttl: float) -> int:
     return math.ceil(ttl) + 2
 
 
-def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[CheckMessage]:
+def check_clearing(
+    alias: str, name: str | None, *, server: str | None = None
+) -> list[CheckMessage]:
     """Warn if clearing the default cache deletes the locks of *alias*.
 
-    *server* is the one server with the locks; None: they are on all servers of the cache *name*.
+    *server* is the one server with the locks; None: they are on all servers of the cache *name*. *name* is None for
+    a server that is in no cache.
     """
-    own, cleared = _servers(name, server), _servers(DEFAULT_CACHE_ALIAS)
+    own, cleared = _servers(name or "", server), _servers(DEFAULT_CACHE_ALIAS)
     if name != DEFAULT_CACHE_ALIAS and not own & cleared:
         return []
+    within = f"in the cache {name!r}, " if name else ""
+    return [warn_of_clearing(alias, f"{within}on the same server as")]
+
+
+def warn_of_clearing(alias: str, where: str) -> CheckWarning:
+    """Return the warning that the locks of *alias* are *where* the default cache is."""
     text = (
-        f"DISTLOCK[{alias!r}]: its locks are in the cache {name!r}, on the same server as "
-        f"the {DEFAULT_CACHE_ALIAS!r} cache: cache.clear() deletes them while they are held."
+        f"DISTLOCK[{alias!r}]: its locks are {where} the {DEFAULT_CACHE_ALIAS!r} cache: "
+        "cache.clear() deletes them while they are held."
     )
-    hint = "Give locks a separate alias in CACHES and a separate server (on Redis, a database)."
-    return [CheckWarning(text, hint=hint, id="distlock.W010")]
+    hint = "Give locks a separate server (on Redis, a database), and a separate alias in CACHES."
+    return CheckWarning(text, hint=hint, id="distlock.W010")
 
 
 def _servers(name: str, server: str | None = None) -> set[tuple[str, object]]:

@@ -186,8 +186,6 @@ class CacheMemcachedBackend(CacheKeyBackend):
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         options = self.options
         if databases is None:
-            if options.cache is None:
-                return []
             return check_clearing(self.alias, options.cache, server=options.server)
         return self.check_server(str(self._server))
 

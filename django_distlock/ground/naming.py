@@ -10,7 +10,7 @@ import logging
 import re
 import string
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -253,4 +253,13 @@ def _is_same_everywhere(value: object, text: str) -> bool:
     if isinstance(value, str):
         return True
     has_address = hex(id(value)) in text or _ADDRESS.search(text)
-    return not has_address and type(value) not in (set, frozenset)
+    return not has_address and not _has_set(value)
+
+
+def _has_set(value: object) -> bool:
+    """Return True if *value* is a set, or a list, tuple or dict with one inside."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return isinstance(value, (set, frozenset)) or (
+        isinstance(value, (list, tuple)) and any(map(_has_set, value))
+    )

@@ -498,7 +498,7 @@ def test_what_is_no_lease_needs_no_standby(postgres: PostgreSQL, name: str) -> N
             locked.dequeue(waiting)
         assert not position.exists()
     with standby_away(postgres):
-        assert not locked._insist(locked.dialect.is_guarded, waiting.key)
+        assert not locked._query(locked.dialect.is_guarded, waiting.key)
 
 
 def no_commit_waits(admin: psycopg.Connection[Any], seconds: float = 10) -> None:

@@ -229,7 +229,7 @@ def test_a_late_deletion_does_not_free_who_has_the_key_now(
     waiter = rival("x")
     assert stands(waiter) is None
     backend().dequeue(waiter)
-    eventually(lambda: not backend()._verbs.doomed)
+    eventually(lambda: not backend()._verbs.to_delete)
     deletions = [(path, body) for path, body in sent if "delete_range" in json.dumps(body)]
     assert len(deletions) == 2
     locks["elsewhere"].close()

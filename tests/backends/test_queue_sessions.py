@@ -348,7 +348,7 @@ def test_a_server_that_hangs_is_an_error_and_soon(side: Side, proxy: Proxy, way:
     assert time.monotonic() - began < 4.5
     proxy.pass_through()
     # The request may arrive all the same: what it made is deleted.
-    eventually(lambda: not _verbs().doomed and not side.length("x"), 10)
+    eventually(lambda: not _verbs().to_delete and not side.length("x"), 10)
 
 
 def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> None:

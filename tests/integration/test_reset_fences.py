@@ -73,6 +73,17 @@ def test_it_needs_every_server_that_gives_tokens(settings: Any, ahead: Account) 
     assert refused.value.returncode == NO_SERVER
 
 
+def test_an_alias_that_cannot_list_its_locks_is_named(
+    settings: Any, ahead: Account, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blind = {**DOWN, "OPTIONS": {**DOWN["OPTIONS"], "scripting": False}}
+    settings.DISTLOCK = {"default": MEMORY, "blind": blind}
+
+    assert printed("reset_fences", "testproject.Account", "--yes") == "Reset: 1\n"
+
+    assert "cannot tell whether a lock is held: blind." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", NOT_AGREED)])
 def test_it_asks_and_says_what_it_risks(
     spawn: Spawn, ahead: Account, answer: str, code: int

@@ -299,6 +299,43 @@ def test_a_function_for_keys_that_finds_no_tenant_is_told_and_the_next_alias_is_
     )
 
 
+def test_a_function_for_keys_that_returns_no_text_is_told(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {**DOWN, "KEY_PREFIX": tenancy.no_text}}
+
+    [found] = check_servers(databases=["default"])
+
+    assert found.id == "distlock.E011"
+    assert "no_text(), which must return a str, not 7." in found.msg
+
+
+@pytest.mark.parametrize(
+    ("kind", "location", "written", "is_told"),
+    [
+        ("redis.RedisCache", "redis://cache:6379/0", "redis://:hush@cache", True),
+        ("redis.RedisCache", "redis://cache:6379/0", "redis://cache:6379/1", False),
+        ("redis.RedisCache", "redis://cache:6379/0", "redis://another:6379/0", False),
+        ("redis.RedisCache", "rediss://cache/2,redis://replica/2", "cache://default", True),
+        ("redis.RedisCache", "redis://cache:6379/0", "cache://locks", False),
+        ("locmem.LocMemCache", "redis", "redis://cache:6379/0", False),
+        ("memcached.PyMemcacheCache", "cache:11211", "redis://cache:6379/0", False),
+        ("memcached.PyMemcacheCache", "cache:11211", "memcached://cache:11211", True),
+        ("memcached.PyMemcacheCache", "cache:11211", "memcached://locks:11211", False),
+    ],
+)
+def test_locks_that_clearing_the_default_cache_deletes_are_told(
+    settings: Settings, kind: str, location: str, written: str, is_told: bool
+) -> None:
+    default = {"BACKEND": f"{DJANGO_CACHES}.{kind}", "LOCATION": location}
+    locks = {"BACKEND": f"{DJANGO_CACHES}.redis.RedisCache", "LOCATION": "redis://cache/1"}
+    settings.CACHES = {"default": default, "locks": locks}
+    settings.DISTLOCK = {"default": written}
+
+    told = {each.id: each for each in check_settings()}
+
+    assert ("distlock.W010" in told) is is_told
+    assert "hush" not in str(told)
+
+
 def test_a_key_function_that_finds_no_tenant_is_no_wrong_setting(settings: Settings) -> None:
     settings.CACHES = {
         "default": {"BACKEND": f"{DJANGO_CACHES}.locmem.LocMemCache"},

@@ -270,8 +270,10 @@ def test_a_loss_in_a_group_of_tasks_is_a_loss() -> None:
     def work(lease: Lease) -> str:
         return asyncio.run(awork(lease))
 
-    assert asyncio.run(alead("poller", awork, ttl=0.3, renew=False)) == "led again"
-    led.clear()
+    for cancels in (True, False):
+        lost = alead("poller", awork, ttl=0.3, renew=False, cancel_when_lost=cancels)
+        assert asyncio.run(lost) == "led again"
+        led.clear()
     assert lead("poller", work, ttl=0.3, renew=False) == "led again"
 
 

@@ -219,7 +219,8 @@ def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
 
     with pytest.raises(ValueError, match="the same in every process; use an attribute such as pk"):
         _template(text, charge)(Plain())
-    for several in ([Plain()], {"red", "green"}, frozenset({1})):
+    inside: list[object] = [[{"red"}], {"colours": ({"red"},)}]
+    for several in ([Plain()], {"red", "green"}, frozenset({1}), *inside):
         with pytest.raises(ValueError, match="the same in every process"):
             _template("{account}", charge)(several)
     for room in ("<room at 0x1f>", Path("cam at 0x1f")):

@@ -122,7 +122,7 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def release(self, request: Request) -> Release:
         ask, verb = self._own.ask, self.dialect.release
-        outcome: Release = self._persist(request.ttl, ask, verb, request)
+        outcome: Release = self._retry_while_blocked(request.ttl, ask, verb, request)
         return outcome
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -130,19 +130,19 @@ class DatabaseBackend(BaseDatabaseBackend):
         kept: list[bool] = []
         for batch in batches(requests, BATCH):
             patience = min(request.ttl for request in batch)
-            kept += self._persist(patience, self._own.ask, self.dialect.extend, batch)
+            kept += self._retry_while_blocked(patience, self._own.ask, self.dialect.extend, batch)
         return kept
 
     def take_over(self, request: Request, former: str) -> bool:
         ask, verb = self._own.ask, self.dialect.take_over
-        is_ours: bool = self._persist(request.ttl, ask, verb, request, former)
+        is_ours: bool = self._retry_while_blocked(request.ttl, ask, verb, request, former)
         return is_ours
 
     def probe(self, request: Request) -> Busy | None:
         return self.probe_all([request])[0]
 
     def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
-        found: list[Busy | None] = self._persist(
+        found: list[Busy | None] = self._retry_while_blocked(
             0.0, self._own.ask, self.dialect.probe_all, requests
         )
         return found
@@ -152,7 +152,9 @@ class DatabaseBackend(BaseDatabaseBackend):
         if self._notified is not None:
             self._notified.expect(request.owner, None, bell)
             channel = self._notified.channel
-        ticket = self._persist(0.0, self._own.ask, self.dialect.enqueue, request, channel)
+        ticket = self._retry_while_blocked(
+            0.0, self._own.ask, self.dialect.enqueue, request, channel
+        )
         if self._notified is not None:
             self._notified.ring_for(request.owner, ticket)
 
@@ -166,7 +168,7 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def dequeue(self, request: Request) -> None:
         self.forget_bell(request)
-        self._persist(0.0, self._own.ask, self.dialect.dequeue, request)
+        self._retry_while_blocked(0.0, self._own.ask, self.dialect.dequeue, request)
 
     def forget_bell(self, request: Request) -> None:
         for listener in self._listeners:
@@ -174,21 +176,21 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         has_positions = self.waiting.queueing is not Queueing.NONE
-        return self._insist(records.held, self.keeps, key, has_positions)
+        return self._query(records.held, self.keeps, key, has_positions)
 
     def free_locks(self, text: str) -> Iterable[Held]:
         head = self.key_of("x").removesuffix("x")
-        return self._insist(records.free_locks, head, text)
+        return self._query(records.free_locks, head, text)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return self._press(records.force_release, key, owner_digest)
+        return self._query_once(records.force_release, key, owner_digest)
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
         """Delete each batch in a separate short transaction; ValueError for arguments out of range."""
         purge.check_limits(older_than, batch_size)
-        return purge.purge(self._insist, self.may_keep, older_than, batch_size, dry_run=dry_run)
+        return purge.purge(self._query, self.may_keep, older_than, batch_size, dry_run=dry_run)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Check the settings; with *databases*, check that the database can be used."""
@@ -205,7 +207,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def _check_way(self) -> list[CheckMessage]:
         """Check for a pooler that breaks transactions or notifications."""
         try:
-            self._insist(self.dialect.is_guarded, "check")  # uses a transaction
+            self._query(self.dialect.is_guarded, "check")  # uses a transaction
             if self._notified is None or self._notified.is_reached():
                 return []
         except LockBackendError as error:

@@ -98,7 +98,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     @cached_property
     def schema(self) -> str:
         """The schema of the tables, as the application's connections may have another search path."""
-        return self._insist(schema_of_tables)
+        return self._query(schema_of_tables)
 
     def make_dialect(self, vendor: str) -> Dialect:
         """Return the Dialect of this kind of server."""
@@ -138,7 +138,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         using, settings = self.options.using, connections[self.options.using].settings_dict
         address = f"{settings['HOST'] or 'localhost'}:{settings['PORT'] or 'its default port'}"
         try:
-            known = self._insist(lambda cursor: cursor.db.introspection.table_names(cursor))
+            known = self._query(lambda cursor: cursor.db.introspection.table_names(cursor))
         except LockBackendError as error:
             return [server_error(error, address)]
         missing = ", ".join(table for table in tables if table not in known)
@@ -195,16 +195,16 @@ class BaseDatabaseBackend(BaseLockBackend):
         with self._own.cursor() as cursor:
             return verb(cursor, *args)
 
-    def _insist(self, verb: Callable[..., _T], *args: Any) -> _T:
+    def _query(self, verb: Callable[..., _T], *args: Any) -> _T:
         """Run *verb* with Django's cursor, and once more if the reply is lost, as on a dead idle connection."""
-        return settled(partial(self._press, verb, *args), within=math.inf)
+        return settled(partial(self._query_once, verb, *args), within=math.inf)
 
-    def _press(self, verb: Callable[..., _T], *args: Any) -> _T:
+    def _query_once(self, verb: Callable[..., _T], *args: Any) -> _T:
         """Run *verb* with Django's cursor; after a lost reply, do not repeat it."""
-        answer: _T = self._persist(0.0, self._ask, verb, *args)
+        answer: _T = self._retry_while_blocked(0.0, self._ask, verb, *args)
         return answer
 
-    def _persist(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:
+    def _retry_while_blocked(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:
         """Call *ask*, and again while other writers block it, for *patience* seconds, but at least io_timeout."""
         try:
             return ask(*args)
@@ -214,7 +214,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def _ask_again(
         self, error: Contended, patience: float, ask: Callable[..., _T], *args: Any
     ) -> _T:
-        """Continue _persist() after the *error* of the first attempt."""
+        """Continue _retry_while_blocked() after the *error* of the first attempt."""
         wait = Wait(max(patience, self.options.io_timeout))
         while True:
             self._own_transaction_must_not_block(error)

@@ -108,8 +108,8 @@ class Recipe(Generic[_N]):
         #: The waiters for any place of a lock with a limit, by owner.
         self.lookouts: dict[str, Sleeper] = {}
         self.released = Recent()
-        self.doomed: dict[_N, None] = {}
-        self._retry = Alarm(self.bury_soon)
+        self.to_delete: dict[_N, None] = {}
+        self._retry = Alarm(self.delete_soon)
         #: Runs _drop_ended() when the first ttl ends: the server does not know the ttls.
         self._alarm = Alarm(self._drop_ended)
 
@@ -218,7 +218,7 @@ class Recipe(Generic[_N]):
     def _forget(self, node: _N, *, is_released: bool = False) -> None:
         """Remove *node*, which is certainly gone."""
         self._remove(node, is_released=is_released)
-        self.doomed.pop(node, None)
+        self.to_delete.pop(node, None)
         self._server.forget(node)
 
     def _remove(self, node: _N, *, is_released: bool = False) -> None:
@@ -247,18 +247,18 @@ class Recipe(Generic[_N]):
 
     def drop(self, node: _N) -> None:
         """Delete *node* in the background: try until it works or the node's session has ended."""
-        self.doomed[node] = None
+        self.to_delete[node] = None
         self._remove(node)
         node.is_granted = False
-        self.bury_soon()
+        self.delete_soon()
 
-    def bury_soon(self) -> None:
-        if self.doomed:
-            background.submit((self._alias, "nodes"), self._bury)
+    def delete_soon(self) -> None:
+        if self.to_delete:
+            background.submit((self._alias, "nodes"), self._delete_now)
 
-    def _bury(self) -> None:
+    def _delete_now(self) -> None:
         ends = clock.lease_time() + RETRY
-        for node in list(self.doomed):
+        for node in list(self.to_delete):
             if self._server.is_over(node) or not node.may_exist:
                 self._forget(node)
                 continue
@@ -266,8 +266,8 @@ class Recipe(Generic[_N]):
                 self._carry_out(self._delete(node))
             except LockBackendError:
                 # Move the node behind the others: the server may refuse to delete just this one.
-                self.doomed.pop(node, None)
-                self.doomed[node] = None
+                self.to_delete.pop(node, None)
+                self.to_delete[node] = None
                 self._retry.at(clock.lease_time() + RETRY)
                 if clock.lease_time() >= ends:
                     return  # the server is silent

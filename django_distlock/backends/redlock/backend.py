@@ -110,7 +110,7 @@ class RedlockBackend(StepsBackend):
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         where = f"DISTLOCK[{self.alias!r}]"
         options, found = self.options, list[CheckMessage]()
-        if not (options.restart_guard or options.durable):
+        if databases is None and not (options.restart_guard or options.durable):
             text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."
             hint = "Switch it on, or have each server write each change to disk and say 'durable': True."
             found.append(CheckWarning(text, hint=hint, id="distlock.W030"))

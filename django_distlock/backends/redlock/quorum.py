@@ -157,23 +157,23 @@ class RedlockVerbs:
     def extend(self, requests: Sequence[Request]) -> Verb[list[bool]]:
         kept: list[bool] = []
         for some in batches(requests, BATCH):
-            count: Count = yield self._ask(
-                {
-                    server: self._redis.extend([_at(server, each) for each in some])
-                    for server in self._everybody
-                },
-                lambda count: bool(count.answers) and None not in count.says_kept(),
-                min(request.ttl for request in some),
-            )
-            said = count.says_kept()
-            if not said or None in said:
-                if any(each is not None for each in said):
-                    # Each of them alone, so that the others are extended.
-                    problem = "too few servers can be used for some of the locks"
-                    raise Contended(self._alias, problem)
-                self._fail(count)
-            kept += map(bool, said)
+            kept += yield from self._extend(some)
         return kept
+
+    def _extend(self, requests: Sequence[Request]) -> Verb[list[bool]]:
+        count: Count = yield self._ask(
+            lambda server: self._redis.extend([_at(server, each) for each in requests]),
+            lambda count: bool(count.answers) and None not in count.says_kept(),
+            min(request.ttl for request in requests),
+        )
+        said = count.says_kept()
+        if not said or None in said:
+            if any(each is not None for each in said):
+                # Each of them alone, so that the others are extended.
+                problem = "too few servers can be used for some of the locks"
+                raise Contended(self._alias, problem)
+            self._fail(count)
+        return [*map(bool, said)]
 
     def take_over(self, request: Request, former: str) -> Verb[bool]:
         """Take the lease over on a majority of servers; without a majority, release what was taken over."""
@@ -219,19 +219,14 @@ class RedlockVerbs:
 
     def end_holding(self, key: str, owner_digest: str) -> Verb[bool]:
         count: Count = yield self._ask(
-            {
-                server: self._redis.end_holding(_key_on(server, key), owner_digest)
-                for server in self._everybody
-            }
+            lambda server: self._redis.end_holding(_key_on(server, key), owner_digest)
         )
         self._need_most(count)
         return any(count.answers.values())
 
     def held(self, key: str | None, is_ours: Callable[[str], bool], label: str) -> Verb[list[Held]]:
         """Return the locks that a majority may hold: that with *key*, or all with *label* whose keys pass *is_ours*."""
-        count: Count = yield self._ask(
-            {server: self._held_on(server, key, is_ours, label) for server in self._everybody}
-        )
+        count: Count = yield self._ask(lambda server: self._held_on(server, key, is_ours, label))
         self._need_most(count)
         seen: dict[tuple[str, str], list[Held]] = {}
         for each in chain(*count.answers.values()):
@@ -278,10 +273,10 @@ class RedlockVerbs:
                 servers,
             )
             if silent := (granted | ballot.unsure) - count.answers.keys():
-                job = partial(self._insist, request, silent)
+                job = partial(self._release_on, request, silent)
                 until_done(self._alias, job, clock.lease_time() + request.ttl)
 
-    def _insist(self, request: Request, servers: Iterable[int]) -> None:
+    def _release_on(self, request: Request, servers: Iterable[int]) -> None:
         """In a background thread, release what *servers* may have granted; LockBackendError if one fails."""
         count = self._servers.ask(
             self._question(self._redis.give_back, request, lambda _: False, servers)
@@ -297,17 +292,23 @@ class RedlockVerbs:
         servers: Iterable[int] | None = None,
     ) -> Question:
         """Return the question that asks *servers*, by default all, to carry out *verb*."""
-        asked = self._everybody if servers is None else servers
-        conversations = {server: verb(_at(server, request)) for server in asked}
-        return self._ask(conversations, is_decided, request.ttl)
+        return self._ask(
+            lambda server: verb(_at(server, request)), is_decided, request.ttl, servers
+        )
 
     def _ask(
         self,
-        conversations: Mapping[int, Conversation[Any]],
+        converse: Callable[[int], Conversation[Any]],
         is_decided: Callable[[Count], bool] = lambda _: False,
         ttl: float = UNHURRIED,
+        servers: Iterable[int] | None = None,
     ) -> Question:
-        """Return a question that ends when *is_decided* returns True; by default it waits for all servers."""
+        """Return a question to *servers*, by default all, that ends when *is_decided* returns True.
+
+        *converse* returns the conversation with one server. By default, the question waits for all servers.
+        """
+        asked = self._everybody if servers is None else servers
+        conversations = {server: converse(server) for server in asked}
         within = votes.server_timeout(ttl, self._options.server_timeout)
         connecting = votes.connect_timeout(ttl, self._options.connect_timeout)
         return Question(conversations, is_decided, within, connecting)

@@ -151,21 +151,21 @@ class SessionBackend(BaseDatabaseBackend):
         if request.shared and self.supports_listing:
             keys = [reader_key(request.key, session.owner_digest)]
             with suppress(LockBackendError):  # else a listing deletes the row
-                self._insist(occupants.forget_readers, self.dialect, keys)
+                self._query(occupants.forget_readers, self.dialect, keys)
         return Release.RELEASED if is_freed else Release.GONE
 
     def probe(self, request: Request) -> Busy | None:
-        return self._press(self._look, request)
+        return self._query_once(self._look, request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         if not self.supports_listing:
             raise NotSupported(
                 self.alias, "listing", "Without fencing nothing stands beside its locks."
             )
-        return self._insist(occupants.held, self.server, self.keeps, key)
+        return self._query(occupants.held, self.server, self.keeps, key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return self._press(occupants.end_holding, self.server, key, owner_digest)
+        return self._query_once(occupants.end_holding, self.server, key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Return an error for a server that cannot be used, such as a pooler or a Galera cluster; ask only *databases*."""
@@ -310,7 +310,7 @@ class SessionBackend(BaseDatabaseBackend):
         if isinstance(answer, Busy):
             if answer.holder is not None:
                 return answer
-            return busy(self._insist(last_occupant, request.key))
+            return busy(self._query(last_occupant, request.key))
         if answer.token is None:
             token = self._count(session, patience)
             if token is None:
@@ -321,7 +321,7 @@ class SessionBackend(BaseDatabaseBackend):
             # Each reader has its own row, because the counter names only the last holder.
             reader = reader_key(request.key, session.owner_digest)
             known = {"key": reader, "token": answer.token, "holder": session.record()}
-            self._insist(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
+            self._query(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
             self.make_row(request.key, request.name)  # stores the long name for listings
         return answer
@@ -422,7 +422,7 @@ class SessionBackend(BaseDatabaseBackend):
 
     def make_row(self, key: str, name: str) -> None:
         """Make the lock's row if there is none, in a separate transaction."""
-        self._insist(self.server.make_row, key, name)
+        self._query(self.server.make_row, key, name)
 
     def _look(self, cursor: Any, request: Request) -> Busy | None:
         if not self.server.is_held(cursor, request.key):

@@ -201,7 +201,7 @@ class ZooKeeperBackend(QueueBackend):
 
     def _session_began(self) -> None:
         """Continue interrupted deletions, ring all waiters, and confirm the leases that are still held."""
-        self._verbs.bury_soon()
+        self._verbs.delete_soon()
         self._server.ring_all()  # kazoo has dropped all watches
         if self._verbs.granted():
             # Through the clock thread, so that this runs after its pending jobs for the last session.

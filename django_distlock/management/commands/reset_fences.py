@@ -32,6 +32,8 @@ from django_distlock.operators import holdings
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
+    from django_distlock.engine.values import Held
+
 NOT_AGREED = 1
 
 
@@ -60,7 +62,9 @@ class Command(LockCommand):
 
     def _reset(self, options: dict[str, Any]) -> None:
         rows = fencing.fenced(_model(options["model"]), options["database"])
-        _check_nobody_holds()
+        if unknown := _check_nobody_holds():
+            text = _("These aliases cannot tell whether a lock is held: %s.")
+            self.stderr.write(self.style.WARNING(text % ", ".join(unknown)))
         if not options["yes"]:
             question = _(
                 "A holder that was paused before this can then claim the rows once more. "
@@ -88,11 +92,17 @@ def _model(label: str) -> type[FencedModel]:
     return model
 
 
-def _check_nobody_holds() -> None:
-    """Raise CommandError if a lock with a fencing token is held, or a server does not answer."""
+def _check_nobody_holds() -> list[str]:
+    """Raise CommandError if a lock with a fencing token is held; return the aliases that cannot tell."""
+    unknown: list[str] = []
+    found: list[Held] = []
     try:
-        aliases = [alias for alias in wanted_aliases(None) if locks[alias].supports_fencing]
-        found = [held for alias in aliases for held in holdings(alias) if held.state == "held"]
+        for alias in wanted_aliases(None):
+            backend = locks[alias]
+            if backend.supports_fencing and backend.supports_listing:
+                found += (held for held in holdings(alias) if held.state == "held")
+            elif backend.supports_fencing:
+                unknown.append(alias)
     except (InvalidLockBackend, LockError) as error:
         raise command_error(error) from error
     if found:
@@ -102,3 +112,4 @@ def _check_nobody_holds() -> None:
             len(found),
         )
         raise CommandError(text % {"number": len(found), "name": found[0].name}, returncode=BUSY)
+    return unknown
