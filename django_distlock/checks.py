@@ -62,6 +62,8 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
     for alias in aliases:
         try:
             yield from _check_alias(locks[alias], databases)
+            if databases is not None:
+                locks[alias].check_key()
             if databases is None and apps.is_installed("django_tenants"):
                 yield from _check_tenants(locks[alias])
         except InvalidLockBackend as error:

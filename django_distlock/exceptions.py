@@ -267,7 +267,7 @@ class UnsupportedDatabase(InvalidLockBackend):
 
 
 class KeyFunctionFailed(InvalidLockBackend):
-    """The project's function for the keys of an alias raised an error, as outside of a tenant."""
+    """The project's function for the keys of an alias raised an error, as outside of a tenant, or returned no text."""
 
     check, hint = "distlock.E011", "Until then, its server is not checked."
 

@@ -30,6 +30,10 @@ LONGEST_KEY = 250
 _PLAIN = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _UNSAFE = re.compile(r"[^\x21-\x7e]+", re.ASCII)
 _STUB = 60
+#: A URL of Redis without a query.
+_REDIS = re.compile(
+    r"(?:redis|valkey)s?://(?:[^@/?]*@)?(?P<host>[^/?]*?)(?::(?P<port>\d+))?(?:/(?P<database>\d*))?"
+)
 #: Characters of a lock's name that are stored for people who look into the cache.
 _LONGEST_NAME = 200
 
@@ -143,34 +147,35 @@ def whole_seconds(ttl: float) -> int:
 
 
 def check_clearing(
-    alias: str, name: str | None, *, server: str | None = None
+    alias: str, name: str | None, *, server: str | None = None, database: object = None
 ) -> list[CheckMessage]:
     """Warn if clearing the default cache deletes the locks of *alias*.
 
-    *server* is the one server with the locks; None: they are on all servers of the cache *name*. *name* is None for
-    a server that is in no cache.
+    The locks are on *server*, in its *database*; without *server*, on all servers of the cache *name*.
     """
-    own, cleared = _servers(name or "", server), _servers(DEFAULT_CACHE_ALIAS)
-    if name != DEFAULT_CACHE_ALIAS and not own & cleared:
+    own = {_address(server, database)} if server else _servers(name or "")
+    if name != DEFAULT_CACHE_ALIAS and not own & _servers(DEFAULT_CACHE_ALIAS):
         return []
     within = f"in the cache {name!r}, " if name else ""
-    return [warn_of_clearing(alias, f"{within}on the same server as")]
-
-
-def warn_of_clearing(alias: str, where: str) -> CheckWarning:
-    """Return the warning that the locks of *alias* are *where* the default cache is."""
     text = (
-        f"DISTLOCK[{alias!r}]: its locks are {where} the {DEFAULT_CACHE_ALIAS!r} cache: "
-        "cache.clear() deletes them while they are held."
+        f"DISTLOCK[{alias!r}]: its locks are {within}on the same server as the "
+        f"{DEFAULT_CACHE_ALIAS!r} cache: cache.clear() deletes them while they are held."
     )
     hint = "Give locks a separate server (on Redis, a database), and a separate alias in CACHES."
-    return CheckWarning(text, hint=hint, id="distlock.W010")
+    return [CheckWarning(text, hint=hint, id="distlock.W010")]
 
 
-def _servers(name: str, server: str | None = None) -> set[tuple[str, object]]:
-    """Return the servers of the cache *name*, or *server* alone, each with the database that its OPTIONS name."""
+def _servers(name: str) -> set[tuple[str, str]]:
+    """Return the servers of the cache *name*, each with its database."""
     settings = caches.settings.get(name, {})
-    location, options = server or settings.get("LOCATION"), settings.get("OPTIONS", {})
+    location, options = settings.get("LOCATION"), settings.get("OPTIONS", {})
     if not isinstance(location, list | tuple):
         location = re.split("[;,]", str(location)) if location else ()
-    return {(str(each), options.get("db", options.get("DB"))) for each in location}
+    return {_address(str(each), options.get("db", options.get("DB"))) for each in location}
+
+
+def _address(location: str, database: object) -> tuple[str, str]:
+    """Return the server at *location* and the *database*, unless *location* is a URL with its own database."""
+    if (url := _REDIS.fullmatch(location.strip())) is None:
+        return location, str(database or 0)
+    return f"{url['host']}:{url['port'] or 6379}", url["database"] or str(database or 0)

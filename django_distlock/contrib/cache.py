@@ -30,6 +30,7 @@ _Copy = TypeVar("_Copy", bound=tuple[Any, float])
 
 #: The last part of what is stored; it tells that from the values of other code.
 _MARK: Final = "django_distlock"
+_RIGHT = "return the value itself"
 
 
 def get_or_compute(
@@ -86,7 +87,7 @@ def _computed(entry: _Entry, key: str, compute: Callable[[], _T], lease: Lease |
     if fresh := _fresh(latest):  # somebody has just computed it
         return fresh[0]
     value = compute()
-    refuse_unfinished(value, "The function of get_or_compute", "return the value itself")
+    refuse_unfinished(value, "The function of get_or_compute", _RIGHT)
     if lease is None or lease.held:
         entry.cache.set(key, *entry.to_store(value))
     return value
@@ -126,6 +127,7 @@ async def aget_or_compute(
                 "aget_or_compute() awaits a coroutine function; write get_or_compute(...)."
             )
         value = await computing
+        refuse_unfinished(value, "The function of aget_or_compute", _RIGHT)
         if lease is None or lease.held:
             await entry.cache.aset(key, *entry.to_store(value))
         return value
@@ -180,7 +182,7 @@ class _Entry:
 def _known(stored: object) -> tuple[Any, float] | None:
     """Return *stored* if to_store() made it; None for anything else, such as a value of ``cache.set()``."""
     match stored:  # some serializers turn the tuple into a list
-        case (value, float() as until, mark) if mark == _MARK:
+        case (value, float() as until, str(mark)) if mark == _MARK:
             return value, until
     return None
 

@@ -10,7 +10,7 @@ import logging
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -33,6 +33,8 @@ _STUB = 40
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
 #: An argument and its public attributes: no item, no call, no attribute with a leading underscore.
 _FIELD = re.compile(r"[^\W\d]\w*(\.[^\W\d_]\w*)*")
+#: How Python itself writes what has items.
+_OWN_TEXTS = {kind.__repr__ for kind in (set, frozenset, list, tuple, dict)}
 #: Characters that a label has as they are, beside letters, digits and ``~``.
 _IN_LABEL = "!#$&'()*+,-./:;<=>?@[]^_`{}"
 #: Characters of a name.
@@ -257,9 +259,10 @@ def _is_same_everywhere(value: object, text: str) -> bool:
 
 
 def _has_set(value: object) -> bool:
-    """Return True if *value* is a set, or a list, tuple or dict with one inside."""
-    if isinstance(value, Mapping):
+    """Return True if the text of *value* is Python's own for a set, or for a list, tuple or dict with one inside."""
+    kind = type(value)
+    if kind.__str__ is not object.__str__ or kind.__repr__ not in _OWN_TEXTS:
+        return False
+    if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
-    return isinstance(value, (set, frozenset)) or (
-        isinstance(value, (list, tuple)) and any(map(_has_set, value))
-    )
+    return isinstance(value, (set, frozenset)) or any(map(_has_set, value))  # type: ignore[call-overload]

@@ -281,6 +281,12 @@ def test_what_would_run_after_the_lock_is_refused_and_not_stored(key: str) -> No
     for compute in (lambda: wait(1), lambda: (row for row in "ab")):
         with pytest.raises(TypeError, match="return the value itself"):
             get_or_compute(key, compute, **WORDS)
+
+    async def awaited() -> object:
+        return (row for row in "ab")
+
+    with pytest.raises(TypeError, match="return the value itself"):
+        asyncio.run(aget_or_compute(key, awaited, **WORDS))
     assert caches[CACHE].get(key) is None
     assert not lock(name_of(key), using=USING).locked()
 

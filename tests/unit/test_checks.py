@@ -300,12 +300,18 @@ def test_a_function_for_keys_that_finds_no_tenant_is_told_and_the_next_alias_is_
 
 
 def test_a_function_for_keys_that_returns_no_text_is_told(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {**DOWN, "KEY_PREFIX": tenancy.no_text}}
+    settings.DISTLOCK = {
+        "default": {**DOWN, "KEY_PREFIX": tenancy.no_text},
+        "memory": {**MEMORY, "KEY_PREFIX": tenancy.no_text},
+    }
 
     [found] = check_servers(databases=["default"])
 
     assert found.id == "distlock.E011"
-    assert "no_text(), which must return a str, not 7." in found.msg
+    assert found.msg.startswith(
+        "DISTLOCK['default'], DISTLOCK['memory']: KEY_PREFIX is the function"
+    )
+    assert found.msg.endswith("no_text(), which must return a str, not 7.")
 
 
 @pytest.mark.parametrize(
@@ -313,6 +319,7 @@ def test_a_function_for_keys_that_returns_no_text_is_told(settings: Settings) ->
     [
         ("redis.RedisCache", "redis://cache:6379/0", "redis://:hush@cache", True),
         ("redis.RedisCache", "redis://cache:6379/0", "redis://cache:6379/1", False),
+        ("redis.RedisCache", "redis://first,valkey://cache:6380/2", "redis://cache:6380/2", True),
         ("redis.RedisCache", "redis://cache:6379/0", "redis://another:6379/0", False),
         ("redis.RedisCache", "rediss://cache/2,redis://replica/2", "cache://default", True),
         ("redis.RedisCache", "redis://cache:6379/0", "cache://locks", False),
@@ -334,6 +341,16 @@ def test_locks_that_clearing_the_default_cache_deletes_are_told(
 
     assert ("distlock.W010" in told) is is_told
     assert "hush" not in str(told)
+
+
+def test_a_default_cache_whose_servers_are_no_texts_is_another_one(settings: Settings) -> None:
+    servers = [("cache", 6379), Path("cache.sock")]
+    settings.CACHES = {
+        "default": {"BACKEND": f"{DJANGO_CACHES}.memcached.PyMemcacheCache", "LOCATION": servers}
+    }
+    settings.DISTLOCK = {"default": "redis://cache"}
+
+    assert "distlock.W010" not in {each.id for each in check_settings()}
 
 
 def test_a_key_function_that_finds_no_tenant_is_no_wrong_setting(settings: Settings) -> None:

@@ -212,6 +212,13 @@ def test_a_field_without_a_value_names_no_lock(text: str, account: object) -> No
     assert "charge() is None, empty or not saved" in str(caught.value)
 
 
+class Colours(set[str]):
+    """A set that writes its items in order."""
+
+    def __repr__(self) -> str:
+        return " ".join(sorted(self))
+
+
 @pytest.mark.parametrize("text", ["{account}", "{account.charge}", "{account!s:>200}"])
 def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
     class Plain:
@@ -223,7 +230,7 @@ def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
     for several in ([Plain()], {"red", "green"}, frozenset({1}), *inside):
         with pytest.raises(ValueError, match="the same in every process"):
             _template("{account}", charge)(several)
-    for room in ("<room at 0x1f>", Path("cam at 0x1f")):
+    for room in ("<room at 0x1f>", Path("cam at 0x1f"), Colours({"red"}), [Colours({"red"})]):
         assert _template("{account}", charge)(room) == str(room)
 
 

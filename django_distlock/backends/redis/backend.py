@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import call
 from typing import Any, ClassVar, TypeVar
 
-from django.core.cache import DEFAULT_CACHE_ALIAS, caches
+from django.core.cache import caches
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.base import StepsBackend
-from django_distlock.backends.cache_alias import own_instance, warn_of_clearing
+from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.background import PATIENCE
 from django_distlock.engine.bells import TaskBell, ThreadBell, timeout
@@ -174,13 +173,8 @@ class RedisBackend(StepsBackend):
         )
 
     def _check_clearing(self) -> list[CheckMessage]:
-        """Warn if clearing the default cache deletes the locks."""
-        default, where = caches.settings.get(DEFAULT_CACHE_ALIAS, {}), "in the same database as"
-        with suppress(TypeError, ValueError):  # it is no Redis
-            cleared = source_of_cache(default, is_cluster=False, **self.options.limits)
-            if cleared.identity == self.source.identity:
-                return [warn_of_clearing(self.alias, where)]
-        return []
+        server, database = self.options.location, self.options.options.get("db")
+        return check_clearing(self.alias, None, server=server, database=database)
 
     def close(self) -> None:
         super().close()
@@ -265,6 +259,9 @@ class CacheRedisBackend(RedisBackend):
 
     def label(self) -> str:
         return label_of(self._cache.make_key(PROBE))
+
+    def _check_clearing(self) -> list[CheckMessage]:
+        return check_clearing(self.alias, self.options.cache)
 
 
 def check_facts(

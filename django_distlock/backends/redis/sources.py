@@ -111,8 +111,7 @@ class Source:
     @property
     def identity(self) -> Hashable:
         """Where the keys are: the server, or the Sentinels and their master, and the database."""
-        database = _read_url(self.url).get("db") or self.settings.get("db") or 0
-        return self.address, self.service if self.sentinels else "", int(database)
+        return self.url, self.sentinels, self.settings.get("db")
 
     @property
     def service(self) -> str:
