@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -11,7 +12,7 @@ from django.contrib.auth.models import Permission, User
 from django.urls import reverse
 from selenium.webdriver.common.by import By
 
-from django_distlock import locks
+from django_distlock import force_release, locks
 from django_distlock.operators import holdings
 from testproject.models import Account, Fee
 from tests.fixtures.browser import OpenBrowser, served
@@ -25,6 +26,8 @@ NO_SCRIPTS = {"profile.managed_default_content_settings.javascript": 2}
 SAVE = "[name=_save]"
 #: Seconds until a page has asked the server again, on a machine with much to do.
 PATIENCE = 30
+#: Seconds after which Chromium ends a page whose tab is closed, though its script was not told yet.
+CUT_OFF = 0.5
 #: Lets the script of a page ask more often.
 HURRY = "document.querySelector('.distlock-edit').dataset.pause = 0.5;"
 
@@ -60,6 +63,18 @@ class Editor(Operator):
         field = self.find("#id_name")
         field.clear()
         field.send_keys(text)
+
+    def close_tab(self) -> float:
+        """Close the tab, go on in another one, and return how many seconds the closing took."""
+        first = self.browser.current_window_handle
+        self.browser.switch_to.new_window("tab")
+        other = self.browser.current_window_handle
+        self.browser.switch_to.window(first)
+        began = time.monotonic()
+        self.browser.close()
+        took = time.monotonic() - began
+        self.browser.switch_to.window(other)
+        return took
 
     def has(self, selector: str) -> bool:
         return bool(self.browser.find_elements(By.CSS_SELECTOR, selector))
@@ -101,8 +116,12 @@ def account(account: Account) -> Account:
     return account
 
 
+def edit_name(account: Account) -> str:
+    return f"edit:testproject.account:{account.pk}"
+
+
 def held(account: Account) -> list[Any]:
-    return holdings("default", f"edit:testproject.account:{account.pk}")
+    return holdings("default", edit_name(account))
 
 
 #: Lets no answer to a page come in time that asks for its lock again, and has it ask.
@@ -184,14 +203,15 @@ def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account:
 
 def test_a_tab_that_is_closed_or_left_gives_the_lock_back(editor: Start, account: Account) -> None:
     ada = editor("Ada")
-    ada.edit_live(account)
-    first = ada.browser.current_window_handle
-    ada.browser.switch_to.new_window("tab")
-    ada.browser.switch_to.window(first)
-    ada.browser.close()
+    for _ in range(10):
+        ada.edit_live(account)
+        if ada.close_tab() < CUT_OFF:
+            break
+        force_release(edit_name(account))
+    else:
+        pytest.fail("the browser cut the page off ten times")
     eventually(lambda: not held(account), PATIENCE, "the closed tab gives it back")
 
-    ada.browser.switch_to.window(ada.browser.window_handles[0])
     ada.edit_live(account)
     ada.open("/")
     eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
