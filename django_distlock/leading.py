@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 from asgiref.sync import iscoroutinefunction
 
 from .decorators import refuse_unfinished
-from .engine.cancelling import is_loss_in_group
+from .engine.cancelling import is_loss
 from .engine.waiting import Wait
 from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
 from .lock import Lock
@@ -119,10 +119,8 @@ def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bo
 
 def _pause_after(error: BaseException, lease: Lease | None, pauses: Wait) -> float:
     """Return the seconds to wait after *error*; raise *error* if the work raised it, unless it is the loss of *lease*."""
-    if lease is not None:
-        is_loss = isinstance(error, LockNotHeld) and error.name == lease.name and lease.lost
-        if not is_loss and not is_loss_in_group(error, lease):
-            raise error
+    if lease is not None and not is_loss(error, lease):
+        raise error
     # In tests with a lock that is busy for everybody, LockNotAcquired comes at once.
     is_refused = isinstance(error, (LockNotAcquired, LockBackendError))
     return pauses.next_pause(longest=LONGEST_PAUSE) if is_refused else 0.0

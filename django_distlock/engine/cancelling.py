@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     from .lease import Lease
 
 
-def is_loss_in_group(error: BaseException | None, lease: Lease) -> bool:
-    """Return True if *error* is an exception group, as of a TaskGroup, with only the loss of *lease* in it."""
-    return isinstance(error, BaseExceptionGroup) and all(
-        is_loss_in_group(each, lease)
-        or (isinstance(each, LockNotHeld) and each.name == lease.name and lease.lost)
-        for each in error.exceptions
-    )
+def is_loss(error: BaseException, lease: Lease) -> bool:
+    """Return True if *error* is the loss of *lease*, alone or in an exception group with nothing else, as of a TaskGroup."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_loss(each, lease) for each in error.exceptions)
+    return isinstance(error, LockNotHeld) and error.name == lease.name and lease.lost
 
 
 class Cancelling:
@@ -38,12 +36,12 @@ class Cancelling:
     async def end(self, lease: Lease, *error: Any) -> LockNotHeld | None:
         """End the block, whose body has raised *error*; return the loss to raise instead, or None."""
         lease.off_lost(self._on_lost)
-        is_loss = is_loss_in_group(error[1], lease)
+        is_ended = isinstance(error[1], BaseExceptionGroup) and is_loss(error[1], lease)
         try:
             await self._timeout.__aexit__(*error)
         except TimeoutError:
-            is_loss = True
-        if is_loss:
+            is_ended = True
+        if is_ended:
             try:
                 lease.check()
             except LockNotHeld as lost:
