@@ -246,7 +246,7 @@ def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
         made = make_backend(BackendSettings(ALIAS, BACKEND, options=options))
         if (before := locks.replace(ALIAS, made)) is not None:
             before.close()
-    locks[using].check_key()
+        made.check_key()
     return partial(lock, name, using=using, timeout=0)
 
 

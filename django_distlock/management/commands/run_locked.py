@@ -61,9 +61,9 @@ class Command(LockCommand):
         parser.description = _(
             "Run a command while holding a lock, so that of many machines one runs it at a time. "
             "Signals are passed on to it; it is ended if the lock is lost. Exit codes: the command's "
-            "own (128 + N after signal N, 127 if there is no such command), 75 somebody else has the "
-            "lock, 69 no lock server answers, 76 the lock was lost or --max-hold was over while the command ran, "
-            "2 wrong arguments."
+            "own (128 + N after signal N, 127 if there is no such command, 126 if it cannot be run), 75 "
+            "somebody else has the lock, 69 no lock server answers, 76 the lock was lost or --max-hold "
+            "was over while the command ran, 2 wrong arguments."
         )
         add_lock(parser)
         text = _("what to run, after --")
