@@ -26,6 +26,7 @@ from .engine.values import State
 from .exceptions import DOCS, InvalidLockBackend
 from .ground import clock
 from .ground.caller import forks
+from .ground.mutexes import new_mutex
 from .ground.naming import warn
 
 _MUTEX = type(threading.Lock())
@@ -74,7 +75,7 @@ class LockHandler:
     """The backends by alias: ``locks["default"]``. Each backend is made at its first use."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self._settings: dict[str, Any] | None = None
         self.made: dict[str, BaseLockBackend] = {}
         #: The identity of the running test; None unless Django's tests run.
@@ -125,7 +126,7 @@ class LockHandler:
     def forget_parent(self) -> None:
         """Drop all backends in a forked child: connections that the parent opened belong to the parent."""
         backends = list(self.made.values())
-        self._mutex, self.made = threading.RLock(), {}
+        self._mutex, self.made = new_mutex(), {}
         memory.clear()
         for backend in backends:
             backend.abandon_after_fork()

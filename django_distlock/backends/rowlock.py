@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -30,6 +29,7 @@ from django_distlock.exceptions import (
     LockNotAcquired,
 )
 from django_distlock.ground.caller import Caller, forks
+from django_distlock.ground.mutexes import new_mutex
 from django_distlock.ground.naming import checked_name, printable, server_key
 from django_distlock.transactions import Block
 
@@ -308,7 +308,7 @@ def _holders() -> Iterator[tuple[LockId, HeldBy]]:
 _TAKERS: dict[str, type[Taker]] = {"postgresql": OnPostgreSQL, "mysql": OnMySQL}
 #: By connection: the run_on_commit list of its transaction (see _note()), the caller, and the locks.
 _taken = WeakKeyDictionary["BaseDatabaseWrapper", tuple[list[Any], Caller, frozenset[LockId]]]()
-_in_memory_mutex = threading.Lock()
+_in_memory_mutex = new_mutex()
 #: By alias, prefix and name: the transaction that took the lock last, while tests run.
 _in_memory: dict[tuple[str, str, str], Block] = {}
 #: The backends of transaction_lock(), by alias of DATABASES. They have no KEY_PREFIX.

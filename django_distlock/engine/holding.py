@@ -28,6 +28,7 @@ from django_distlock.exceptions import (
 from django_distlock.ground import clock
 from django_distlock.ground.caller import Caller, current_caller, forks, here, runs_foreign_tasks
 from django_distlock.ground.clock import drift
+from django_distlock.ground.mutexes import new_mutex
 from django_distlock.ground.naming import log_fields, printable, warn
 from django_distlock.ground.sync_to_async import entering_caller, waits_for_us
 from django_distlock.signals import lock_detached, lock_extended, lock_lost, lock_released
@@ -128,7 +129,7 @@ class Holding:
         self.ref = weakref.ref(self)
         hash(self.ref)  # computed now: a weak reference keeps its hash when its object is gone
         self._max_hold = max_hold
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         #: The transactions in which the lock was acquired.
         self.began_in: Collection[Any] = transactions.open_here()
 
@@ -639,7 +640,7 @@ class Holding:
 
     def disown(self) -> None:
         """Become inert in a forked child. Without the mutex, which a thread of the parent may hold."""
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self._state, self.in_line_as = State.INHERITED, None
 
     def _leave_all(self) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from .mutexes import new_mutex
+
 _Dummy = threading._DummyThread  # noqa: SLF001 - nothing else marks a dummy thread
 
 
@@ -19,7 +21,7 @@ class Forks:
     """Runs callbacks in each forked child: right after ``os.fork()``, or at its first lock if C code forked (uWSGI)."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         #: The process in which the callbacks have run.
         self.pid = os.getpid()
         self._callbacks: list[Callable[[], object]] = []
@@ -37,7 +39,7 @@ class Forks:
     def start_over(self) -> None:
         """Run the callbacks in a child that Python itself has forked."""
         # A thread of the parent, which does not exist here, may hold the mutex.
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self._start_over()
 
     def _start_over(self) -> None:

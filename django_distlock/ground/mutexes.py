@@ -7,12 +7,13 @@ another section runs at any of its calls. Code in a section must not wait: all o
 
 from __future__ import annotations
 
+import sys
 import threading
+from _thread import RLock
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from _thread import RLock
     from collections.abc import Callable
 
 _T = TypeVar("_T")
@@ -29,12 +30,40 @@ class _ThisThread(threading.local):
 this_thread = _ThisThread()
 
 
-def section() -> RLock:
-    """Return a new mutex for sections that never wait.
+if sys.version_info[:2] == (3, 14):
 
-    RLock is written in C: no asynchronous exception can come between taking the mutex and its ``with`` block.
+    class _Mutex(RLock):
+        """An RLock for CPython 3.14, where an asynchronous exception can come between __enter__() and the ``with`` block.
+
+        It would leave the mutex taken for good: https://github.com/python/cpython/issues/148874. After a function of
+        Python, none can come there, only in it. __exit__() stays the one of RLock: it releases before one can come.
+        """
+
+        def __enter__(self) -> bool:
+            before = self._recursion_count()
+            try:
+                return self.acquire()
+            except BaseException:
+                if self._recursion_count() > before:
+                    self.release()
+                raise
+
+
+def new_mutex() -> RLock:
+    """Return a new threading.RLock, which is written in C.
+
+    So no asynchronous exception can come between taking the mutex and its ``with`` block.
     """
     made = threading.RLock()
+    # gevent and eventlet have classes of their own.
+    if sys.version_info[:2] == (3, 14) and type(made) is RLock:
+        return _Mutex()
+    return made
+
+
+def section() -> RLock:
+    """Return a new mutex for sections that never wait."""
+    made = new_mutex()
     _sections[made] = None
     return made
 

@@ -8,7 +8,6 @@ import http.client
 import io
 import json
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from django_distlock.backends.idle import IdleStack, set_keepalive
 from django_distlock.engine.values import Secret, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 from django_distlock.ground import clock
-from django_distlock.ground.mutexes import Taken, run_in
+from django_distlock.ground.mutexes import Taken, new_mutex, run_in
 
 from .options import Endpoint, EtcdOptions
 
@@ -240,13 +239,13 @@ class Gateway:
         # Closes the idle connections of a gateway that is replaced without close().
         weakref.finalize(self, self._idle.close_all, MemberConnection.close).atexit = False
         self._token = ""
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         #: The cluster that has answered, and its highest known revision.
         self._cluster, self._revision = "", 0
         #: Called when etcd has gone back to an earlier revision; must not block.
         self.went_back: Callable[[], object] = bool
         # Held during a login.
-        self._login = threading.RLock()
+        self._login = new_mutex()
 
     def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Reply:
         """Send *body* and return the reply; LockBackendError if etcd refuses, LockOutcomeUnknown without a reply.

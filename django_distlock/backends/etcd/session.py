@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from django_distlock.backends.queue.labels import TOKENS
 from django_distlock.engine.background import NoThreadError, background, start_daemon
 from django_distlock.exceptions import LockBackendError, NotSent
 from django_distlock.ground import clock
-from django_distlock.ground.mutexes import Taken, run_in
+from django_distlock.ground.mutexes import Taken, new_mutex, run_in
 
 from .gateway import (
     SHORT,
@@ -54,7 +53,7 @@ class Session:
         self._gateway = gateway
         gateway.went_back = self._end_of_data
         # Held during requests, because other threads need the session, too.
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         #: The id of the etcd lease; empty while there is none.
         self.id = ""
         self._prolonged_at = 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import selectors
-import threading
 import weakref
 from collections.abc import (
     AsyncGenerator,
@@ -60,6 +59,7 @@ from django_distlock.exceptions import (
     root_cause,
 )
 from django_distlock.ground import clock
+from django_distlock.ground.mutexes import new_mutex
 
 from .scripts import ENQUEUE, FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 from .sources import Source
@@ -491,7 +491,7 @@ class ClusterLink:
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self._client: Any = None
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:

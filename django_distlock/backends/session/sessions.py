@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock.backends.database import bounds
 from django_distlock.engine.values import Request, digest
-from django_distlock.ground.mutexes import Taken, owned, run_in
+from django_distlock.ground.mutexes import Taken, new_mutex, owned, run_in
 from django_distlock.ground.naming import stored
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class DatabaseSession:
         #: Whether the server had closed the connection when the session was closed.
         self.was_cut = False
         #: Held by the thread that makes a request on the connection.
-        self.mutex = threading.RLock()
+        self.mutex = new_mutex()
         self.grant: Grant | None = None
         #: Until when the server keeps the session at least, on ``clock.lease_time()``.
         self.ends = 0.0
@@ -61,7 +60,7 @@ class DatabaseSession:
         self.is_interrupted = False
         #: Whether the session waits on the server now.
         self.is_waiting = False
-        self._state = threading.RLock()
+        self._state = new_mutex()
 
     def execute(self, statement: str, parameters: Any = None) -> Any:
         """Execute *statement* on the session; return the driver's cursor, with the answer."""

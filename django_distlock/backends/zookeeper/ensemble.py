@@ -28,6 +28,7 @@ from kazoo.protocol.states import KazooState, KeeperState
 from django_distlock.engine import steps
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.ground import clock
+from django_distlock.ground.mutexes import new_mutex
 
 from .options import ZooKeeperOptions
 
@@ -202,7 +203,7 @@ class EnsembleSession:
         self._forget()
 
     def _forget(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self._client: Any = None
         self._ready: Any = None
         #: Why the session cannot be used; empty if it can.
