@@ -6,8 +6,9 @@ import asyncio
 import selectors
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Self
 
 from . import world
@@ -141,10 +142,30 @@ class Thread:
         self._strand.start()
 
 
+class Timer(Thread):
+    """As threading.Timer."""
+
+    def __init__(
+        self, interval: float, function: Callable[..., object], args: Sequence[object]
+    ) -> None:
+        super().__init__(self._run, "timer")
+        self._seconds, self._job, self._is_cancelled = interval, partial(function, *args), False
+
+    def _run(self) -> None:
+        if not self._is_cancelled:
+            self._strand.wait(self._seconds)
+        if not self._is_cancelled:
+            self._job()
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._strand.wake()
+
+
 class Threading:
     """The module."""
 
-    Lock, RLock, Condition, Thread = Mutex, ReentrantMutex, Condition, Thread
+    Lock, RLock, Condition, Thread, Timer = Mutex, ReentrantMutex, Condition, Thread, Timer
     TIMEOUT_MAX = 1e6
     local = threading.local
 
@@ -168,9 +189,9 @@ class Pool:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads = 0
 
-    def submit(self, verb: Callable[[], Any]) -> Future[Any]:
+    def submit(self, verb: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._jobs.append((future, verb))
+        self._jobs.append((future, partial(verb, *arguments)))
         if self._threads < self._size:
             self._threads += 1
             Thread(self._work, self._name).start()
