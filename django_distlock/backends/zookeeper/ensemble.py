@@ -144,7 +144,7 @@ class Exchange:
         self._asks = asks
         self._end = end
         self._heard = heard
-        self._mutex = threading.Lock()
+        self._mutex = new_mutex()
         self._results: list[Any] = []
         self._error: Exception | None = None
         self._is_begun = False
